@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from titanlite.config import ResolvedJob
@@ -72,8 +72,11 @@ class Evidence:
         names = {name for run in self.runs for name in run.placements}
         return {name: place[m] for name in names if (m := holder_of(name)) in place}
 
-    def factor(self, value: float) -> str:
-        """The degree or count of the run that `value` equals, in words; "" for none."""
+    def factor(self, value: float, names: Iterable[str] = ()) -> str:
+        """The degree or count of the run that `value` equals, in words; "" for none.
+
+        `names` are the gradients that have this factor.
+        """
         return name_factor(value, self.dims)
 
 
@@ -89,7 +92,7 @@ class JobEvidence(Evidence):
         """Microbatches per rank and step."""
         return self.job.global_batch_size // self.job.dims.dp // microbatch_size(self.job)
 
-    def factor(self, value: float) -> str:
+    def factor(self, value: float, names: Iterable[str] = ()) -> str:
         return name_factor(
             value,
             self.dims,

@@ -139,7 +139,7 @@ def _right_copies(e: Evidence, wrong: list[str]) -> Iterator[str]:
         )
 
 
-def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
+def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[Explained]:
     """Gradients that are correct once summed over an axis."""
     by_axis: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in wrong:
@@ -248,7 +248,7 @@ def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
         groups[known].append(name)
     for factor, names in sorted(groups.items(), key=lambda item: -len(item[1])):
         who = name_parameters(names, e.runs, "gradient")
-        same = e.factor(factor)
+        same = e.factor(factor, names)
         if factor == 0 or abs(factor) < EXPLAINED:
             yield Explained(
                 f"{who} {be(who)} zero: the backward pass stops before these parameters. Look for "

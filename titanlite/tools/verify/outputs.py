@@ -137,7 +137,7 @@ def recorded(
             )
         )
         # A module and its wrappers share a canonical name; the innermost comes last and is kept.
-        named = {name_of(part, name): module for name, module in _hookable(part)}
+        named = {name_of(part, name): module for name, module in hookable(part)}
         if not is_whole[index]:
             named.pop(name_of(part, ""), None)
         num_calls: Counter[str] = Counter()
@@ -180,11 +180,15 @@ def _argument(
     return None
 
 
-def _hookable(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that can have hooks; those inside a compiled module are part of its graph."""
+def hookable(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that can have hooks; those inside a compiled module are part of its graph.
+
+    An Identity is none: it gives what it receives, and may stand for a module of another stage.
+    """
     compiled: list[str] = []
     for name, module in part.named_modules():
-        if not any(name.startswith(prefix) for prefix in compiled):
+        is_inside = any(name.startswith(prefix) for prefix in compiled)
+        if not is_inside and not (name and isinstance(module, nn.Identity)):
             yield name, module
             if isinstance(module, OptimizedModule):
                 compiled.append(f"{name}." if name else "")

@@ -181,7 +181,7 @@ def first_difference(e: Evidence) -> Iterator[str]:
         which = "microbatch" if len(one.wrong_calls) == 1 else "microbatches"
         parts.append(f"only {which} {calls} of {one.num_calls} differ (counted from 0)")
     parts += _moved_in_order(e, first, outputs)
-    parts += _sums_of_output(e, outputs)
+    parts += sums_of_output(e, outputs)
     if shape := next((output.shape for output in outputs.values() if output.shape), ""):
         parts.append(f"its local shape is {shape}: correct its output layout")
     if places := {output.elsewhere for output in outputs.values() if output.elsewhere}:
@@ -276,7 +276,7 @@ def _moved_in_order(e: Evidence, first: str, outputs: Collection[int]) -> Iterat
             return
 
 
-def _sums_of_output(e: Evidence, outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
+def sums_of_output(e: Evidence, outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
     """What is wrong with the output if it is right but for its bias, or summed over an axis."""
     traces = [trace for trace in e.traces if trace.rank in outputs]
     own = {None if (n := one.biases) is None else round(n, 6) for one in outputs.values()}
@@ -317,7 +317,8 @@ def explain_loss(e: Evidence) -> Iterator[str]:
     if not e.failed("loss"):
         return
     own, known = e.runs[0].steps[e.step].loss, e.reference[e.step].loss
-    values = {run.steps[e.step].loss for run in e.runs}
+    losses = {run.rank: run.steps[e.step].loss for run in e.runs}
+    values = set(losses.values())
     if strange := [value for value in values if not math.isfinite(value)]:
         yield f"the loss is {strange[0]}, but finite on one process"
         return

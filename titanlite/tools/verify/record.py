@@ -7,12 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from titanlite.tools.verify.economy import Traffic
+
 
 class Agreement(NamedTuple):
     """One rank's part `a` of a tensor compared with the same part `b` of the reference's.
 
     `error` is max|a - b|; `scale` is the largest magnitude in the reference's whole tensor; `aa`,
-    `ab` and `bb` are the sums of a*a, a*b and b*b; `digest` is a digest of a's bytes.
+    `ab` and `bb` are the sums of a*a, a*b and b*b; `digest` is a digest of a's bytes. `distance` is
+    the root mean square of a - b, divided by that of the whole tensor.
     """
 
     error: float
@@ -21,6 +24,7 @@ class Agreement(NamedTuple):
     ab: float
     bb: float
     digest: str
+    distance: float = 0.0
 
     @property
     def difference(self) -> float:
@@ -104,6 +108,8 @@ class RankRun:
     """Weights, optimizer state and buffers of a new job that has loaded this one's checkpoint."""
     reloaded_alone: RankStep | None = None
     """The same for one process that has loaded the plan's checkpoint; only in rank 0's run."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """What the rank sent and read in one step, unless that was compiled."""
 
 
 @dataclass
@@ -167,8 +173,18 @@ def name_call(module: str, number: int) -> str:
 
 
 def module_of(call: str) -> str:
-    """The module of a name made by `name_call`."""
-    return call.partition(" (call ")[0]
+    """The module of a name made by `name_call` or `name_input`."""
+    return call.partition(" <- ")[0].partition(" (call ")[0]
+
+
+def name_input(call: str, argument: str) -> str:
+    """The name of what a call of a module receives for one of its arguments."""
+    return f"{call} <- {argument}"
+
+
+def is_input(event: str) -> bool:
+    """Whether a name is made by `name_input`."""
+    return " <- " in event
 
 
 def wrong_calls_in_order(order: Iterable[str], of_ranks: Sequence[Mapping[str, bool]]) -> list[str]:
@@ -218,6 +234,12 @@ class ModuleOutput:
     """The gradient of the output compared with the reference's, if both are known."""
     recomputed: float = 0.0
     """The difference of the recomputed output from that of the forward pass."""
+    is_moved: bool = False
+    """Whether its rows or columns are those of the reference's output, but not in its order."""
+    is_cut_off: bool = False
+    """Whether it requires no gradient, but the reference's does."""
+    has_no_gradient: bool = False
+    """Whether no gradient of it arrives, but one of the reference's does."""
     biases: float | None = None
     """How often the output contains the module's bias, if nothing else is wrong with it."""
 
@@ -247,10 +269,8 @@ class RankTrace:
     """The same as in ReferenceTrace, for the layers of this rank."""
     experts: dict[str, ExpertTrace] = field(default_factory=dict)
     """Expert layer -> its tokens and experts on this rank."""
-    summed_backward: dict[str, tuple[str, Agreement]] = field(default_factory=dict)
-    """Axis -> the first wrong output's gradient in backward order, and its sum over the axis."""
-    torn_backward: tuple[str, ...] = ()
-    """Axes along which ranks hold the same output, but different gradients of it."""
+    summed_backward: dict[str, dict[str, Agreement]] = field(default_factory=dict)
+    """Wrong gradient of what a module receives or returns -> axis -> its sum over that axis."""
     sequences: tuple[int, ...] = ()
     """For each sequence of a validation's first batch, its index on one process; -1 for none."""
     idle: tuple[str, ...] = ()
@@ -263,6 +283,15 @@ class RankTrace:
     """Wrong gradient -> another parameter whose gradient in the reference it equals."""
     file: str = ""
     """Where the rank has saved its part of the batch and its wrong gradients, of other code."""
+    inputs: dict[str, ModuleOutput] = field(default_factory=dict)
+    """What modules receive, by `name_input`, compared like `modules`, of other code."""
+    not_compared: tuple[str, ...] = ()
+    """Outputs in a layout that fits no part of the reference's, of other code."""
+
+    @property
+    def events(self) -> dict[str, ModuleOutput]:
+        """What modules receive and return."""
+        return {**self.modules, **self.inputs}
 
 
 @dataclass(frozen=True)
@@ -289,6 +318,12 @@ class CodeRun(RankRun):
     """A digest of this rank's part of each batch."""
     traces: dict[int, RankTrace] = field(default_factory=dict)
     """The steps in which some rank's numbers differ, recorded in detail."""
+    not_compared: tuple[str, ...] = ()
+    """Buffers that have no counterpart of their shape in the reference."""
+    lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What a module receives or returns -> the lines of code that ran just before, if watched."""
+    lines_backward: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The same for the gradients of these tensors."""
 
 
 @dataclass
@@ -296,7 +331,11 @@ class ModelRun(ReferenceRun):
     """What the process of the plain model of such code returns."""
 
     modules: tuple[str, ...] = ()
-    """Calls of modules in forward order."""
+    """What modules receive and return, in forward order."""
+    flow: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each of these, those that it is computed from directly."""
+    with_gradient: frozenset[str] = frozenset()
+    """Those whose gradients are known."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Names of one parameter."""
     num_left_out: int = 0
