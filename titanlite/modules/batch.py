@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -89,25 +89,29 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """Sequences `start` to `stop` - 1."""
-        return self._cut("batch", lambda field, dim: field.narrow(dim, start, stop - start))
+        cut = {
+            name: field if (dim := self.dims[name].batch) is None else _cut(field, dim, start, stop)
+            for name, field in self.fields.items()
+        }
+        return Batch(cut, self.dims)
 
     def tokens_to(self, stop: int) -> Batch:
         """The first `stop` tokens of every sequence."""
-        return self._cut("sequence", lambda field, dim: field.narrow(dim, 0, stop))
+        cut = {
+            name: field if (dim := self.dims[name].sequence) is None else _cut(field, dim, 0, stop)
+            for name, field in self.fields.items()
+        }
+        return Batch(cut, self.dims)
 
     def shard(self, layout: Layout, rank: int) -> Batch:
         """The shard of `rank` on the cp axis: its tokens of every sequence."""
-        return self._cut("sequence", lambda field, dim: layout.shard(field, dim, rank))
-
-    def _cut(
-        self, kind: Literal["batch", "sequence"], cut: Callable[[Tensor, int], Tensor]
-    ) -> Batch:
-        """The batch with `cut(field, dim)` of each field that has a dimension of this kind."""
-        fields = {}
-        for name, field in self.fields.items():
-            dim = getattr(self.dims[name], kind)
-            fields[name] = field if dim is None else cut(field, dim)
-        return Batch(fields, self.dims)
+        cut = {
+            name: field
+            if (dim := self.dims[name].sequence) is None
+            else layout.shard(field, dim, rank)
+            for name, field in self.fields.items()
+        }
+        return Batch(cut, self.dims)
 
     def leave_out(self, is_out: Tensor) -> Batch:
         """The batch with targets masked where `is_out`, which broadcasts to [B, T], is true.
@@ -295,3 +299,7 @@ def call_model(
     """
     first = x if isinstance(x, tuple) else (batch.input if x is None else x,)
     return module(*first, **asked_for(module, batch))
+
+
+def _cut(field: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    return field.narrow(dim, start, stop - start)
