@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,15 +12,17 @@ from torch import Tensor
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError
 from titanlite.job import Job
-from titanlite.modules.batch import join
+from titanlite.modules.batch import Batch, join
 from titanlite.modules.shards import local_part, shard_of
-from titanlite.observe.failing import naming_failures
+from titanlite.observe.failing import naming_failures, styles_of
 from titanlite.ranks.hang_state import recorded_calls
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending, placements_of
+from titanlite.tools.verify.economy import Traffic
 from titanlite.tools.verify.formulas import (
     left_over_gradients,
     optimizer_problems,
+    stale_parameters,
     validate_unchanged,
     wrong_formats,
     wrong_reductions,
@@ -29,12 +31,14 @@ from titanlite.tools.verify.formulas import (
 from titanlite.tools.verify.inspect_model import find_narrowed
 from titanlite.tools.verify.jobs import JobRun, Patch, scheduled_lr
 from titanlite.tools.verify.opened import open_job, subject_of
+from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.record import RankRun, RankStep, ReferenceRun, ReferenceStep
 from titanlite.tools.verify.recurrence import Recurrence, one_seed_for_all
 from titanlite.tools.verify.reload import save_and_load
 from titanlite.tools.verify.routing import followed_routing, recorded_routing, routing_record
 from titanlite.tools.verify.sequences import cut_again, leave_out_targets, look_at_data
 from titanlite.tools.verify.step_files import load, store
+from titanlite.tools.verify.watching import StepWatch
 from titanlite.training.initial_weights import generator_for
 from titanlite.training.step import StepResult
 
@@ -113,7 +117,8 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
         }
         seen = [RankStep(weights=subject.compare_weights(start["weights"]))]
         pending: tuple[str, ...] = ()
-        left_over: list[str] = []
+        left_over, stale = list[str](), list[str]()
+        traffic = Traffic()
         for step in range(1, steps + 1):
             record = load(folder, step)
             batches = job.draw()
@@ -128,25 +133,14 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
 
             batches = leave_out_targets(job, batches, record["fields"])
             batches = cut_again(batches, run.microbatches)
-            with (
-                naming_failures(job, every=True) if step == 1 else contextlib.nullcontext(),
-                followed_routing(job, batches, record["routing"], replay=run.replay) as moved,
-            ):
-                done = job.trainer.step(batches, on_gradients=look)
-            found.moved = moved
+            done, found.moved, sent = _take_step(job, run, step, batches, record["routing"], look)
+            if sent is not None:
+                traffic, traffic.part = sent, str(found.sequences)
             if step == 1:
                 problems += wrong_reductions(job, calls_before)
-                problems += [
-                    f"{name} requires a gradient on one process, but not under the plan"
-                    for name, parameter in parameters.items()
-                    if name in record["gradients"] and not parameter.requires_grad
-                ]
-                problems += [
-                    f"{name} is frozen on one process, but has a gradient under the plan"
-                    for name, agreement in found.gradients.items()
-                    if name not in record["gradients"]
-                ]
+                problems += _wrongly_trained(found, record["gradients"], parameters)
             left_over = left_over or list(left_over_gradients(job, step))
+            stale = stale or list(stale_parameters(job, step, parameters))
             _note_numbers(found, job, done)
             found.weights = subject.compare_weights(record["weights"])
             problems += [
@@ -157,7 +151,7 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             found.state = subject.compare_state(record["state"])
             found.buffers = subject.compare_buffers(record["buffers"])
             if section.enable and step in (1, steps):
-                _validate(found, job, problems)
+                _validate(found, job, problems, is_stale=bool(stale))
             seen.append(found)
         reloaded, resume_problems = None, list[str]()
         if run.reloads:
@@ -172,10 +166,69 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             pending,
             expected,
             seen,
-            (*problems, *left_over),
+            (*stale, *problems, *left_over),
             tuple(resume_problems),
             reloaded,
+            styles=_style_names(job),
+            traffic=traffic,
         )
+
+
+def _take_step(
+    job: Job,
+    run: JobRun,
+    step: int,
+    batches: list[Batch],
+    routing: Any,
+    on_gradients: Callable[[], None],
+) -> tuple[StepResult, Any, Traffic | None]:
+    """Train one step; returns its result, the tokens that moved, and what it sent if it is watched.
+
+    Step 2 is, or the only one, unless it is compiled.
+    """
+    perturbation = Perturbation(run.job.config.training.param_dtype, run.perturbed, step)
+    if run.perturbed:
+        perturbation.perturb(job.trainer.parameters)
+        batches = [b.replace(**perturbation.inputs(dict(b.fields))) for b in batches]
+
+    def look() -> None:
+        perturbation.restore()
+        on_gradients()
+
+    watch = None
+    if step == min(2, run.steps) and not (run.perturbed or run.job.config.compile.enable):
+        groups = subject_of(job).groups
+        watch = StepWatch(groups, job.parameters, [batch.fields for batch in batches])
+    with (
+        naming_failures(job, every=True) if step == 1 else contextlib.nullcontext(),
+        followed_routing(job, batches, routing, replay=run.replay) as moved,
+        watch.seeing() if watch else contextlib.nullcontext(),
+    ):
+        done = job.trainer.step(batches, on_gradients=watch.unseen(look) if watch else look)
+    return done, moved, watch.traffic() if watch else None
+
+
+def _wrongly_trained(
+    found: RankStep, known: Mapping[str, Tensor], parameters: Mapping[str, torch.nn.Parameter]
+) -> Iterator[str]:
+    """Parameters that only the plan, or only one process, trains."""
+    for name, parameter in parameters.items():
+        if name in known and not parameter.requires_grad:
+            yield f"{name} requires a gradient on one process, but not under the plan"
+    for name in found.gradients:
+        if name not in known:
+            yield f"{name} is frozen on one process, but has a gradient under the plan"
+
+
+def _style_names(job: Job) -> dict[str, str]:
+    """Parameter -> the class of its entry in the tensor-parallel plan."""
+    entries = styles_of(job)
+    holders = {name: name.rpartition(".")[0] for name in job.parameters}
+    return {
+        name: entries[holder].partition(": ")[2].partition("(")[0]
+        for name, holder in holders.items()
+        if holder in entries
+    }
 
 
 def _note_numbers(step: ReferenceStep, job: Job, done: StepResult) -> None:
@@ -184,8 +237,10 @@ def _note_numbers(step: ReferenceStep, job: Job, done: StepResult) -> None:
     step.loads = loads_of(job)
 
 
-def _validate(step: ReferenceStep, job: Job, problems: list[str]) -> float:
-    validated = validate_unchanged(job, problems)
+def _validate(
+    step: ReferenceStep, job: Job, problems: list[str], *, is_stale: bool = False
+) -> float:
+    validated = validate_unchanged(job, problems, is_stale=is_stale)
     step.validation, step.metrics = validated.loss, dict(validated.metrics)
     return validated.loss
 

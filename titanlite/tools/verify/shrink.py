@@ -98,8 +98,9 @@ def _try(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig | None:
     with contextlib.suppress(ConfigError):
         changed = override(config, changes)
         job = resolve_job(changed)
-        if looked_at := [feature for feature in features_on(changed) if feature.checks_model]:
-            # Some features depend on the model's layers, and so on torch.
+        looked_at = [feature for feature in features_on(changed) if feature.checks_model]
+        if looked_at or not changed.training.attend_across_documents:
+            # As check_start does: some checks depend on the model's layers, and so on torch.
             from titanlite.plain_job import check_plain_model
 
             check_plain_model(job, looked_at)

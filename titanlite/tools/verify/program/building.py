@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from titanlite.errors import ConfigError
 from titanlite.modules.names import unwrapped_name
+from titanlite.ranks.turns import is_rank
 from titanlite.tools.verify.program.request import Request
 
 DEFAULT_LR = 1e-3
@@ -61,6 +63,19 @@ class Built:
             yield found
 
     @property
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters as they are, by their own names."""
+        return {n: p for module in self.modules for n, p in module.named_parameters()}
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a module is compiled."""
+        every = (inner for module in self.modules for inner in module.modules())
+        return any(
+            inner._compiled_call_impl is not None or hasattr(inner, "_orig_mod") for inner in every
+        )
+
+    @property
     def is_flat(self) -> bool:
         """Whether FSDP1 has flattened parameters."""
         every = (inner for module in self.modules for inner in module.modules())
@@ -71,7 +86,8 @@ class Built:
         request = self.request
         if request.step is not None and not self.is_reference:
             return number_of(request.step(self.value, batch), "step")
-        loss = request.loss(self.value, batch)
+        own = None if self.is_reference else request.parallel_loss
+        loss = (own or request.loss)(self.value, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise ConfigError(
@@ -145,6 +161,12 @@ def in_dtype(dtype: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def clean_up(*, is_last: bool = False) -> None:
+    """Free the models of a run; where ranks are threads, only after the last of several runs."""
+    if is_last or not is_rank():
+        gc.collect()
 
 
 def cast(batch: Any, dtype: str) -> Any:
