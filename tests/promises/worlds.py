@@ -75,9 +75,9 @@ OF_THREADS = [
 OF_PROCESSES = [
     wrong(
         "results are in reverse order",
-        *(PROCESSES, "spawn"),
-        "[pickles.loads(results[rank]) for rank in range(num_ranks)]",
-        "[pickles.loads(results[rank]) for rank in reversed(range(num_ranks))]",
+        *(PROCESSES, "receive_all"),
+        "[pickles.loads(messages[rank]) for rank in range(len(self))]",
+        "[pickles.loads(messages[rank]) for rank in reversed(range(len(self)))]",
     ),
     wrong(
         "a rank that lost its peers is blamed first",
