@@ -316,6 +316,10 @@ class CodeRun(RankRun):
     """What each step returned, None where a rank computes no loss."""
     parts: list[str] = field(default_factory=list)
     """A digest of this rank's part of each batch."""
+    cells: list[tuple[int, int, tuple[int, ...], tuple[int, ...]] | None] = field(
+        default_factory=list
+    )
+    """Of each batch: how many rows and columns it has, and which of them this rank has."""
     traces: dict[int, RankTrace] = field(default_factory=dict)
     """The steps in which some rank's numbers differ, recorded in detail."""
     not_compared: tuple[str, ...] = ()

@@ -120,7 +120,7 @@ def sum_outputs(
     it and these sums contain the module's bias. Fields of RankTrace.
 
     `modules` are the reference's in forward order, `own` this rank's outputs by call, `expected`
-    their parts of the reference's, and `weights` the reference's whole weights.
+    their parts of the reference's, and `weights` the weights before the step.
     """
     mine = {call: (bool(o.wrong_calls), tuple(own[call][0].shape)) for call, o in found.items()}
     everyone = gathered(mine)

@@ -59,6 +59,12 @@ class Where:
     rows: Tensor
     columns: Tensor
 
+    @property
+    def cells(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+        """All of it as plain numbers."""
+        rows, columns = self.rows.tolist(), self.columns.tolist()
+        return self.num_rows, self.num_columns, tuple(rows), tuple(columns)
+
 
 def find_part(batch: Any, split: Split | None, mesh: Any, grid: Grid, rank: int) -> Where | None:
     """Which rows and columns this rank has; None if that cannot be found.

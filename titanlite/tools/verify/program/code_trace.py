@@ -348,7 +348,8 @@ class Tracer:
             {event: found[event] for event in own},
             {event: kept.first[event][-len(self._chosen[event]) :] for event in own},
             {event: self._chosen[event][0](known["outputs"][event][0]) for event in own},
-            known["weights"],
+            # The reference's are those after its step.
+            {name: local_part(one.parameter.detach()) for name, one in self.subject.held.items()},
         )
 
     def _sum_backward(

@@ -7,7 +7,7 @@ later follows from it.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -155,6 +155,35 @@ def explain_start_of_code(e: PartEvidence) -> Iterator[str]:
             f"{sentence}. If that is intended, copy_weights=True starts from the weights of the "
             "reference"
         )
+
+
+def explain_cover(e: PartEvidence) -> Iterator[str]:
+    """Samples of the batch that no rank reads, or that ranks with different parts read."""
+    parts = {run.cells[max(1, e.step) - 1] for run in e.runs if isinstance(run, CodeRun)}
+    if None in parts or not parts:
+        return
+    counts: Counter[int] = Counter()
+    num_rows = num_columns = 0
+    for part in parts:
+        assert part is not None
+        num_rows, num_columns, rows, columns = part
+        if columns != tuple(range(num_columns)):
+            return
+        counts.update(rows)
+    missed = [row for row in range(num_rows) if not counts[row]]
+    often = [row for row in range(num_rows) if counts[row] > 1]
+    if missed and often:
+        yield (
+            f"the ranks read the wrong samples: of the batch of step {max(1, e.step)}, "
+            f"{_rows(missed)} {'are' if len(missed) > 1 else 'is'} read by no rank, and "
+            f"{_rows(often)} by several. All ranks must take their parts from one order of the "
+            "samples: look at the sampler, its seed and its rank"
+        )
+
+
+def _rows(rows: Sequence[int]) -> str:
+    words = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}"
+    return words + f" and {len(rows) - 4} more" * (len(rows) > 4)
 
 
 def explain_missing(e: PartEvidence) -> Iterator[str]:
@@ -396,6 +425,7 @@ def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
 
 STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_shards, explain_start_of_code),
+    (explain_cover,),
     (explain_missing,),
     (explain_recomputation,),
     (explain_forward,),

@@ -138,11 +138,13 @@ class _Measuring:
         # A missing seed must show up: ranks on different machines differ in this too.
         torch.manual_seed(hash((world.rank, time.monotonic_ns())) % 2**32)
         for step, (batch, part) in enumerate(zip(batches, parts, strict=True), 1):
+            where = find_part(batch, request.split, mesh, self.grid, world.rank)
+            run.cells.append(None if where is None else where.cells)
             tracer = Tracer(
                 subject,
                 self.grid,
                 world.rank,
-                find_part(batch, request.split, mesh, self.grid, world.rank),
+                where,
                 self.record,
                 request,
                 self.tolerance,
