@@ -75,7 +75,7 @@ OF_THREADS = [
 OF_PROCESSES = [
     wrong(
         "results are in reverse order",
-        *(PROCESSES, "receive_all"),
+        *(PROCESSES, "Ranks.receive_all"),
         "[pickles.loads(messages[rank]) for rank in range(len(self))]",
         "[pickles.loads(messages[rank]) for rank in reversed(range(len(self)))]",
     ),

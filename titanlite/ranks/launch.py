@@ -220,7 +220,7 @@ class Ranks:
         while pending := set(range(len(self))) - set(messages):
             received = self.receive(pending, deadline)
             if not received:
-                raise _not_done(pending, timeout_seconds)
+                raise not_done(pending, timeout_seconds)
             messages.update(received)
         return [pickles.loads(messages[rank]) for rank in range(len(self))]
 
@@ -263,7 +263,7 @@ class Ranks:
         return outcomes
 
 
-def _not_done(pending: Collection[int], timeout_seconds: float | None) -> RankError:
+def not_done(pending: Collection[int], timeout_seconds: float | None) -> RankError:
     """The error for ranks that did not answer in time."""
     return RankError(
         min(pending),
