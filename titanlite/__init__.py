@@ -16,6 +16,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from titanlite.version import VERSION
+
 if TYPE_CHECKING:
     from titanlite.callbacks import Event, TrainResult
     from titanlite.config import JobConfig, load_config, make_config
@@ -70,6 +72,8 @@ if TYPE_CHECKING:
     from titanlite.training.loss import NEXT_TOKEN, Loss, loss_context, token_loss_sum
     from titanlite.training.optimizer import build_optimizer, build_scheduler
     from titanlite.training.step import StepResult, Trainer
+
+__version__ = VERSION
 
 PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "Train": {
@@ -227,10 +231,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"titanlite.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'titanlite' has no attribute {name!r}")
+# Otherwise a type checker would take any name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return getattr(import_module(f"titanlite.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'titanlite' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,6 @@ from typing import Any
 from titanlite.callbacks import Callback, Callbacks, TrainResult
 from titanlite.cli import tools
 from titanlite.config import JobConfig, read_values
-from titanlite.config.load import read_file
 from titanlite.errors import ConfigError, RankError
 from titanlite.ranks.fork_server import prepared_environment
 from titanlite.ranks.launch import torchrun_place
@@ -39,8 +38,6 @@ def train(
     """
     place = torchrun_place()
     world = None if place is None or place.world_size == 1 else place
-    if isinstance(config, (str, Path)):
-        config = read_file(str(config))
     read = config if isinstance(config, JobConfig) else read_values(config)
     callbacks = Callbacks(on_step, on_validation, on_checkpoint, on_end)
     try:

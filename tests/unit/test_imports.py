@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), *(ROOT / "models").rglob("*.py")])
 
 FLOORS = (
-    ("errors", "fields", "files", "pickles", "quantities", "plan_row", "registry"),
+    ("errors", "fields", "files", "pickles", "quantities", "plan_row", "registry", "version"),
     ("mesh", "schedule"),
     # What a feature tells of itself without torch.
     ("parallelize.feature", "parallelize.*.spec", "parallelize.compile.backends"),

@@ -133,17 +133,28 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> JobConfig:
     return _checked(read_values(values))
 
 
-def read_values(values: Mapping[str, Mapping[str, Any]]) -> Reading:
-    """The job with these values, section -> key -> value, with TOML's types."""
-    return _read_values(copy.deepcopy(dict(values)), [], [])
+def read_values(
+    job: JobConfig | Mapping[str, Mapping[str, Any]] | str | Path,
+    changes: Mapping[str, Any] | None = None,
+) -> Reading:
+    """A job, with new values for some keys ("section.key" -> value), which have TOML's types.
+
+    `job` is a JobConfig, a dict section -> key -> value, or the path of a TOML file.
+    """
+    if isinstance(job, JobConfig):
+        values = job.model_dump(exclude_unset=True)
+    elif isinstance(job, (str, Path)):
+        values = read_file(str(job))
+    else:
+        values = copy.deepcopy(dict(job))
+    for name, value in (changes or {}).items():
+        put(values, name, value)
+    return _read_values(values, [], [])
 
 
 def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
     """`config` with new values for some keys ("section.key" -> value), checked again."""
-    values = config.model_dump(exclude_unset=True)
-    for name, value in changes.items():
-        put(values, name, value)
-    return _checked(_read_values(values, [], []))
+    return _checked(read_values(config, changes))
 
 
 def with_values(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:

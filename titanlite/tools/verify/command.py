@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
-from titanlite.errors import ConfigError, quote
+from titanlite.errors import ConfigError, TitanliteError, quote
 from titanlite.ranks.machine import check_local_ranks, needs_threads
 from titanlite.start import check_start
 from titanlite.tools.options import count, require_writable, split_options, write
 from titanlite.tools.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stable
+from titanlite.tools.verify.junit import Case, to_junit
 
 HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
        titanlite verify --matrix [CONFIG.toml] [--ranks N] [--output FOLDER] [options]
@@ -35,6 +38,8 @@ gradient norm, every gradient and every weight, step by step. Print the cause if
   --processes         run them as processes, whatever comm.mode says
   --shrink            make layers, widths, sequence and batch as small as the plan allows
   --json FILE         write every difference of every step, and the diagnosis
+  --junit FILE        write a test case, which fails with the cause if something differs, as
+                      JUnit XML for a CI system; with --matrix one for each plan
   --section.key=value any key of the job, as for train.py
 
   --matrix            verify plans that contain every legal pair of features: of a small image
@@ -46,7 +51,8 @@ gradient norm, every gradient and every weight, step by step. Print the cause if
   --compile           with --matrix: add torch.compile (aot_eager) to the features
   --limit N           with --matrix: only the first N plans, which contain the most pairs
 
-exit status: 0 all agree, 1 something differs or does not run, 2 bad input"""
+exit status: 0 all agree, 1 something differs or the plan does not run, 2 bad input, or nothing to
+compare with; docs/verify.md lists all"""
 
 EXAMPLE = "titanlite verify configs/tp2_fsdp2.toml"
 
@@ -64,6 +70,7 @@ class Options:
     threads: bool = False
     processes: bool = False
     json: str | None = None
+    junit: str | None = None
     matrix: bool = False
     ranks: int = 8
     output: str = "outputs/verify"
@@ -77,33 +84,42 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     options = parse(arguments)
-    return verify_matrix(options) if options.matrix else verify_one(options)
+    for option, path in (("--json", options.json), ("--junit", options.junit)):
+        if path:
+            require_writable(path, option)
+    try:
+        return verify_matrix(options) if options.matrix else verify_one(options)
+    except (TitanliteError, BrokenPipeError):
+        raise
+    except Exception:
+        # Python's own exit status for an exception is that of a difference.
+        traceback.print_exc()
+        return 3
 
 
 def verify_one(options: Options) -> int:
     """Verify the job that the options name."""
-    from titanlite.tools.verify.report import format_header, format_verification, to_json
+    from titanlite.tools.verify.report import (
+        format_header,
+        format_verification,
+        to_json,
+        verdict,
+    )
     from titanlite.tools.verify.verify import Verifier
 
-    if options.json:
-        require_writable(options.json, "--json")
     if options.processes:
         options.job.append("--comm.mode=default")
-    reading = read_job(options.job, needs_file=EXAMPLE)
-    shrunk: list[str] = []
-    if options.shrink:
-        from titanlite.tools.verify.shrink import generated, shrink
 
-        # The data set of the file need not exist on this machine.
-        changes = [
-            f"--{key}={'none' if value is None else value}"
-            for key, value in generated(reading.config).items()
-        ]
-        reading = read_job([*options.job, *changes], needs_file=EXAMPLE)
-        reading.draft()
-        config, shrunk = shrink(reading.require())
-        reading = Reading(config)
-        shrunk += ["generated data"] * bool(changes)
+    def read(changes: Mapping[str, Any]) -> Reading:
+        texts = [f"--{k}={'none' if v is None else v}" for k, v in changes.items()]
+        return read_job([*options.job, *texts], needs_file=EXAMPLE)
+
+    if options.shrink:
+        from titanlite.tools.verify.shrink import shrink_job
+
+        reading, shrunk = shrink_job(read)
+    else:
+        reading, shrunk = read({}), []
     start = check_start(reading, threads=options.threads or (False if options.processes else None))
     config = start.job.config
     if options.replay_routing and not num_experts(config, start.job.model):
@@ -112,7 +128,7 @@ def verify_one(options: Options) -> int:
 
     def show(text: str) -> None:
         # A reader that has closed the output must not cost the file that is asked for.
-        with contextlib.suppress(*([BrokenPipeError] if options.json else [])):
+        with contextlib.suppress(*([BrokenPipeError] if options.json or options.junit else [])):
             print(text, flush=True)
 
     steps = options.steps or DEFAULT_STEPS
@@ -134,7 +150,11 @@ def verify_one(options: Options) -> int:
     if options.json:
         text = json.dumps(to_json(found, source, shrunk), indent=1) + "\n"
         write(options.json, text)
-    print(format_verification(found))
+    text = format_verification(found)
+    if options.junit:
+        failure = "" if found.agrees else f"{verdict(found)}. {found.cause}".removesuffix(". ")
+        write(options.junit, to_junit([Case(source or "job", found.seconds, failure, text)]))
+    print(text)
     if found.error is not None and found.error.rank_traceback:
         print(f"\n{found.error.rank_traceback}", file=sys.stderr)
     return 0 if found.agrees else 1
@@ -159,6 +179,7 @@ def verify_matrix(options: Options) -> int:
         with_compile=options.compile,
         limit=options.limit,
         threads=threads,
+        junit=options.junit,
     )
 
 
@@ -196,6 +217,7 @@ VALUES: dict[str, Callable[[str, str], object]] = {
     "--steps": count,
     "--dtype": _dtype,
     "--json": _path,
+    "--junit": _path,
     "--ranks": count,
     "--output": _path,
     "--limit": count,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from titanlite.config import JobConfig, make_model_config, override, resolve_job
+from titanlite.config import JobConfig, Reading, make_model_config, override, resolve_job
 from titanlite.config.data import own_length
 from titanlite.errors import ConfigError
 from titanlite.parallelize.steps import features_on
@@ -31,6 +31,18 @@ def generated(config: JobConfig) -> dict[str, Any]:
     assert other is not None
     is_alike = own is None or (own.fields, own.loss) == (other.fields, other.loss)
     return SYNTHETIC if is_alike else {}
+
+
+def shrink_job(read: Callable[[Mapping[str, Any]], Reading]) -> tuple[Reading, list[str]]:
+    """The job that `read`, given changes, returns, with small sizes, and each change in words.
+
+    Its own data set need not exist on this machine.
+    """
+    changes = generated(read({}).config)
+    reading = read(changes)
+    reading.draft()
+    config, shrunk = shrink(reading.require())
+    return Reading(config), shrunk + ["generated data"] * bool(changes)
 
 
 def shrink(config: JobConfig) -> tuple[JobConfig, list[str]]:

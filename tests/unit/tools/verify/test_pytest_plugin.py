@@ -1,0 +1,115 @@
+"""The plugin of pytest, in a suite of somebody else, which runs in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+OPTIONS = ("-p", "titanlite.tools.verify.pytest_plugin", "-W", "error")
+SUITE = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+def loss(model, batch):
+    return cross_entropy(model(batch["x"]), batch["y"])
+
+def build():
+    return nn.Linear(8, 4)
+
+def with_ddp(mesh):
+    return nn.parallel.DistributedDataParallel(build())
+
+WHOLE = [{"x": torch.randn(4, 8), "y": torch.tensor([0, 1, 2, 3])}]
+MASKED = [{"x": torch.randn(4, 8), "y": torch.tensor([0, -100, 2, 3])}]
+FAILING = {"validation.enable": True, "validation.metrics": ["fails"]}
+DP = {"loss": loss, "ranks": {"dp": 2}, "split": "dp"}
+JOB = {
+    "model": {"flavor": "debug"},
+    "training": {"dataset": "digits", "global_batch_size": 8, "local_batch_size": 4},
+    "parallelism": {"data_parallel_shard_degree": 2},
+}
+
+def test_agrees(assert_equivalent):
+    before = torch.get_rng_state()
+    assert assert_equivalent(build, with_ddp, batches=WHOLE, **DP).threads
+    assert torch.equal(before, torch.get_rng_state())
+    assert assert_equivalent(build, with_ddp, batches=WHOLE, max_ranks=2, **DP).threads
+
+def test_differs(assert_equivalent):
+    assert_equivalent(build, with_ddp, batches=MASKED, **DP)
+
+def test_mistake(assert_equivalent):
+    assert_equivalent(build, with_ddp, batches=WHOLE, **{**DP, "split": "tp"})
+
+def test_job(verify_job):
+    found = verify_job(JOB, overrides={"debug.seed": 3}, shrink=True, steps=1)
+    assert found.threads and found.job.config.debug.seed == 3
+
+def test_job_fails(verify_job):
+    import titanlite
+
+    def fails(outputs, batch):
+        return 0, 1 / (2 - torch.distributed.get_world_size())
+
+    titanlite.register_metric("fails", fails)
+    verify_job(JOB, overrides=FAILING, shrink=True, steps=1)
+"""
+
+
+def test_a_failure_says_what_is_wrong_at_the_line_of_the_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SUITE)
+    result = pytester.runpytest_subprocess(*OPTIONS, "-n1")
+    result.assert_outcomes(passed=2, failed=3)
+    result.stdout.fnmatch_lines(
+        [
+            ">       assert_equivalent(build, with_ddp, batches=MASKED, **DP)",
+            "E       AssertionError: all 2 gradients are sums over * a mean of means*",
+            "E       parallel   with_ddp: dp 2, 2 ranks as threads",
+            "E       likely cause: all 2 gradients *",
+            "*.py:*: AssertionError",
+            '>       assert_equivalent(build, with_ddp, batches=WHOLE, *"split": "tp"})',
+            "E       titanlite.errors.ConfigError: split: there is no axis 'tp'*",
+            "*.py:*: ConfigError",
+            ">       verify_job(JOB, overrides=FAILING, shrink=True, steps=1)",
+            "E       AssertionError: the plan does not run: rank ?: ZeroDivisionError: *",
+            "E       plan       dp_shard 2, 2 ranks as threads: job",
+            "E       DOES NOT RUN: *",
+            "E           return 0, 1 / (2 - torch.distributed.get_world_size())",
+            "*.py:*: AssertionError",
+        ]
+    )
+    assert "titanlite/tools/verify/pytest_plugin.py" not in result.stdout.str()
+
+
+FAKE = """
+import pytest
+import titanlite.tools.verify.program.comparison as comparison
+
+@pytest.fixture(scope="session", autouse=True)
+def fake():
+    class Comparer:
+        def __init__(self, threads):
+            print("threads", threads)
+        __enter__ = __exit__ = lambda *_: None
+    comparison.Comparer = Comparer
+"""
+
+
+def test_until_it_is_used_nothing_is_imported_and_options_choose_the_ranks(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeconftest(FAKE)
+    pytester.makepyfile(
+        "import sys\n"
+        "def test_without_torch(): assert 'torch' not in sys.modules\n"
+        "def test_used(assert_equivalent): assert 'torch' not in sys.modules\n"
+    )
+    pytester.makeini("[pytest]\ntitanlite_ranks = fibers")
+    result = pytester.runpytest_subprocess(*OPTIONS)
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines("*titanlite_ranks: 'fibers' is neither threads nor processes*")
+    result = pytester.runpytest_subprocess(*OPTIONS, "-s", "--titanlite-ranks=processes")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines("*threads False*")
