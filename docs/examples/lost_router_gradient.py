@@ -60,6 +60,7 @@ def loss(model, x):
     return mse_loss(model(x), x)
 
 
+torch.manual_seed(1)
 batch = torch.randn(16, 8)
 options = {"batches": [batch], "loss": loss, "ranks": {"ep": 2}, "threads": True}
 print(titanlite.compare(Experts, ParallelExperts, **options))

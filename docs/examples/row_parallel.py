@@ -54,6 +54,7 @@ def loss(model, x):
     return mse_loss(model(x), x)
 
 
+torch.manual_seed(1)
 batch = torch.randn(4, 8)
 options = {"batches": [batch], "loss": loss, "ranks": {"tp": 2}, "threads": True}
 print(titanlite.compare(Mlp, ParallelMlp, **options))
