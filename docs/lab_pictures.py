@@ -18,13 +18,20 @@ from titanlite.tools.figures.messages import MessagePicture, draw_page, draw_svg
 from titanlite.tools.lab.cluster import VirtualCluster
 from titanlite.tools.lab.context_parallel import ring_attention, shard_sequence
 from titanlite.tools.lab.data_parallel import data_parallelism_main
-from titanlite.tools.lab.drawing import Record
 from titanlite.tools.lab.exercises.exercise import load_exercise
 from titanlite.tools.lab.expert_parallel import Experts, expert_parallel_layer
 from titanlite.tools.lab.lecture import spawn
 from titanlite.tools.lab.mesh import Mesh
 from titanlite.tools.lab.mlp import MLP
-from titanlite.tools.lab.pictures import Part, name_parts, parts_of, picture_of, size, tagged
+from titanlite.tools.lab.pictures import (
+    Part,
+    Record,
+    name_parts,
+    parts_of,
+    picture_of,
+    size,
+    tagged,
+)
 from titanlite.tools.lab.pipeline_parallel import pipeline_parallelism_main
 from titanlite.tools.lab.pipelining import Pipeline
 from titanlite.tools.lab.record import Message

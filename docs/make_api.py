@@ -17,16 +17,33 @@ from typing import Any
 from pydantic import BaseModel
 
 import titanlite
+from titanlite import mesh, modules, parallelize, ranks, training
 from titanlite.mesh.parallel_dims import Grid
+from titanlite.tools import by_hand, planner, verify
 
 FOLDER = Path(__file__).parent / "api"
 INTRODUCTION = """\
 # The public names of titanlite
 
-`import titanlite` provides the names below; each is imported when it is first used. They are
-stable: other names may change between versions. These pages are generated from the docstrings by
+`import titanlite` provides the names of the first list, and the packages with the others, as
+`titanlite.training.Trainer`; each is imported when it is first used. They are stable: other names
+may change between versions. These pages are generated from the docstrings by
 `python docs/make_api.py`. The keys of a job's TOML are in [configuration.md](../configuration.md).
 """
+PACKAGES = {
+    "titanlite": titanlite.PUBLIC,
+    "titanlite.callbacks": {"": ("TrainResult", "Event")},
+    "titanlite.tools.verify": verify.PUBLIC,
+    "titanlite.tools.planner": planner.PUBLIC,
+    "titanlite.tools.by_hand": by_hand.PUBLIC,
+    "titanlite.parallelize": parallelize.PUBLIC,
+    "titanlite.training": training.PUBLIC,
+    "titanlite.modules": modules.PUBLIC,
+    "titanlite.mesh": mesh.PUBLIC,
+    "titanlite.ranks": ranks.PUBLIC,
+    "titanlite.schedule": {"generators": ("make_schedule",)},
+}
+"""The public names of each package, by module; a name is documented where it first occurs."""
 
 
 def main() -> None:
@@ -35,32 +52,35 @@ def main() -> None:
 
 
 def pages() -> dict[str, str]:
-    """The name of each file and its text: a page per topic, and a list of all names."""
-    found, listed = {}, [INTRODUCTION]
-    for topic, modules in titanlite.PUBLIC.items():
-        file = f"{topic.lower().replace(' ', '_')}.md"
-        entries = [f"# {topic}\n"]
-        listed.append(f"## [{topic}]({file})\n")
-        for module, names in modules.items():
+    """The name of each file and its text: a page per package, and a list of all names."""
+    found, listed, known = {}, [INTRODUCTION], set[str]()
+    for package, modules_of in PACKAGES.items():
+        file = f"{package.rpartition('.')[2]}.md"
+        entries = [f"# {package}\n"]
+        listed.append(f"## [{package}]({file})\n")
+        for module, names in modules_of.items():
+            home = f"{package}.{module}" if module else package
             for name in names:
-                entries.append("\n".join([*entry(name, f"titanlite.{module}"), ""]))
-                listed.append(f"- [{name}]({file}#{name.lower()}): {first_line(name)}")
+                if name in known:
+                    continue
+                known.add(name)
+                thing = getattr(importlib.import_module(package), name)
+                entries.append("\n".join([*entry(name, home, thing), ""]))
+                listed.append(f"- [{name}]({file}#{name.lower()}): {first_line(thing)}")
         listed.append("")
         found[file] = "\n".join(entries)
     return {"README.md": "\n".join(listed).rstrip() + "\n", **found}
 
 
-def first_line(name: str) -> str:
-    """What a name is, in one line: the first sentence of its docstring, or its type."""
-    thing = getattr(titanlite, name)
+def first_line(thing: Any) -> str:
+    """What a thing is, in one line: the first sentence of its docstring, or its type."""
     if not callable(thing):
         return f"a `{type(thing).__name__}`"
     return one_paragraph(thing).split(". ")[0].rstrip(".")
 
 
-def entry(name: str, module: str) -> list[str]:
+def entry(name: str, module: str, thing: Any) -> list[str]:
     """The lines of one name."""
-    thing = getattr(titanlite, name)
     lines = [f"## {name}", f"`{module}`", ""]
     if not callable(thing):
         tree = ast.parse(inspect.getsource(importlib.import_module(module)))

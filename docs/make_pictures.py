@@ -2,7 +2,8 @@
 
 python docs/make_pictures.py [--runs] [PAGE.md ...]
 
-The pictures of the lab's notes are drawn from runs of the lab, if no pages are named.
+If no pages are named, those of the lab's notes (lab_pictures.py) and of context parallelism
+(ring_pictures.py) are made too.
 
 `titanlite simulate` and `titanlite learn` give the same picture each time. With --runs, the
 `titanlite train` commands that are followed by a `cp` of a picture, or by a `titanlite plan` that
@@ -51,8 +52,10 @@ def main(arguments: Sequence[str]) -> int:
     names = [argument for argument in arguments if argument != "--runs"]
     if not names:
         from lab_pictures import main as draw_lab
+        from ring_pictures import main as draw_rings
 
         draw_lab([str(ROOT / "docs" / "images" / "lab")])
+        draw_rings(ROOT / "docs" / "images" / "context_parallel")
     pages = [Path(name) for name in names] or sorted((ROOT / "docs").glob("*.md"))
     for page in pages:
         for command in picture_commands(page):

@@ -8,7 +8,8 @@ from typing import Any
 
 from titanlite.callbacks import Callback, Callbacks, TrainResult
 from titanlite.cli import tools
-from titanlite.config import JobConfig, read_values
+from titanlite.config import JobConfig
+from titanlite.config.load import read_any
 from titanlite.errors import ConfigError, RankError
 from titanlite.ranks.fork_server import prepared_environment
 from titanlite.ranks.launch import torchrun_place
@@ -38,11 +39,12 @@ def train(
     """
     place = torchrun_place()
     world = None if place is None or place.world_size == 1 else place
-    read = config if isinstance(config, JobConfig) else read_values(config)
     callbacks = Callbacks(on_step, on_validation, on_checkpoint, on_end)
     try:
         with prepared_environment():
-            start = check_start(read, world, trains=True, threads=threads, planner=tools().planner)
+            start = check_start(
+                read_any(config), world, trains=True, threads=threads, planner=tools().planner
+            )
             if start.job.config.memory_estimation.enable:
                 raise ConfigError(
                     "memory_estimation.enable: true estimates memory and does not train; call "

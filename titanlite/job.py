@@ -55,7 +55,7 @@ from titanlite.plan_row import PlanRow
 from titanlite.ranks.settings import start_settings
 from titanlite.ranks.world import World
 from titanlite.registry import is_over_batch
-from titanlite.training.initialize import (
+from titanlite.training.initial_weights import (
     LARGEST_WHOLE,
     draws_by_name,
     initialize,

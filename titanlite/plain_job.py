@@ -32,7 +32,7 @@ from titanlite.modules.experts import ExpertLayer, expert_layers
 from titanlite.modules.names import canonical_name
 from titanlite.modules.tied import find_tied
 from titanlite.parallelize import ParallelPlan
-from titanlite.parallelize.ddp.apply import apply_ddp
+from titanlite.parallelize.ddp.apply import DDPReport, apply_ddp
 from titanlite.parallelize.feature import Feature
 from titanlite.parallelize.parallelize import step_of, uses_loss_parallel
 from titanlite.parallelize.part import DTYPES, DeviceSupport
@@ -102,7 +102,7 @@ class Builders:
     """Builds the plain model on the "meta" device, and its plan."""
     dataset: Callable[[ResolvedJob, str], Dataset] = build_dataset
     """Builds the data set of a split."""
-    ddp: Callable[..., int] = apply_ddp
+    ddp: Callable[..., DDPReport] = apply_ddp
     """Replicates a model, as apply_ddp does."""
     hardware: DeviceSupport = field(default_factory=DeviceSupport)
     """What the job's device can do."""

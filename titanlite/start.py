@@ -28,7 +28,7 @@ from titanlite.errors import (
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.parallelize.steps import features_on
 from titanlite.quantities import ITEMSIZE
-from titanlite.ranks.launch import ALONE, Place, choose_device, count_gpus, run_ranks
+from titanlite.ranks.launch import ALONE, Place, choose_device, count_gpus, spawn
 from titanlite.ranks.machine import (
     check_local_memory,
     check_local_ranks,
@@ -150,7 +150,7 @@ def run_job(
         with unwinding_at_sigterm():
             return function(ALONE, job, start.device_type, *arguments)
     with unwinding_at_sigterm(), StopRequest(enabled=config.checkpoint.saves) as stop:
-        return run_ranks(
+        return spawn(
             function,
             job.dims.world_size,
             job,

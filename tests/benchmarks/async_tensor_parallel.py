@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.trace import make_trace
 from titanlite.tools.figures.schedule_png import draw_png
@@ -340,7 +340,7 @@ def time_layer(
 
 
 def show_overlap(options: argparse.Namespace) -> int:
-    found, seconds = run_ranks(measure_overlap, 2, options.runs, timeout_seconds=600)[0]
+    found, seconds = spawn(measure_overlap, 2, options.runs, timeout_seconds=600)[0]
     print(f"a chunk's product and its transfer take {1e3 * seconds:.1f} ms each")
     print(f"{'pass':38} {'overlaps':>9} {'waits':>9} {'gain':>5} {'CPU':>9} {'CPU':>9}")
     is_met = True
@@ -357,7 +357,7 @@ def show_overlap(options: argparse.Namespace) -> int:
     print(f"forward and backward of both: {sums[0] / sums[1]:.2f}")
     if options.picture or options.trace:
         chunk_bytes = 4 * TOKENS // 2 * DIM
-        timeline = make_timeline(run_ranks(record_spans, 2, seconds / chunk_bytes))
+        timeline = make_timeline(spawn(record_spans, 2, seconds / chunk_bytes))
         if options.picture:
             draw_png(timeline, options.picture)
         if options.trace:
@@ -371,7 +371,7 @@ def show_sizes(options: argparse.Namespace) -> int:
         "tokens    dim  hidden  ranks      rings  collectives  ratio  CPU of rings  of collectives"
     )
     for num_ranks in options.ranks:
-        of_ranks = run_ranks(
+        of_ranks = spawn(
             time_layer,
             num_ranks,
             list(SIZES),

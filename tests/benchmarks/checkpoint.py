@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titanlite.config import make_config, override, resolve_job
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.config import JobConfig, override, resolve_job
+from titanlite.ranks.launch import Place, spawn
 
 MIB = 2**20
 
@@ -102,7 +102,7 @@ def main() -> None:
     for num_ranks in dict.fromkeys((1, asked.ranks)):
         for mode in ("disabled", "async", "async_with_pinned_mem"):
             with tempfile.TemporaryDirectory() as folder:
-                config = make_config(
+                config = JobConfig.from_dict(
                     {
                         "model": {
                             "dim": asked.dim,
@@ -116,7 +116,7 @@ def main() -> None:
                         "checkpoint": {"enable": True, "async_mode": mode, "keep_latest_k": 1},
                     }
                 )
-                of_ranks = run_ranks(measure, num_ranks, config, asked.repeats)
+                of_ranks = spawn(measure, num_ranks, config, asked.repeats)
             # Training waits for the slowest rank.
             most = {name: max(one[name] for one in of_ranks) for name in of_ranks[0]}
             rows.append((num_ranks, mode, most))

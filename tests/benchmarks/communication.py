@@ -20,8 +20,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config import make_config, make_parallel_dims, resolve_job
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.config import JobConfig, make_parallel_dims, resolve_job
+from titanlite.ranks.launch import Place, spawn
 
 PP, TP, REPLICATE, SHARD = (
     "pipeline_parallel_degree",
@@ -96,7 +96,7 @@ def make_job_config(plan: str, *, flavor: str = "debug", microbatches: int = 1) 
     degrees = {**PARALLELISM, **OF_EXPERTS}[parallelism]
     dp = degrees.get(REPLICATE, 1) * degrees.get(SHARD, 1)
     experts = {"name": "llama3", "flavor": "moe_debug"}
-    return make_config(
+    return JobConfig.from_dict(
         {
             "model": experts if EP in degrees else {"flavor": flavor},
             "training": {
@@ -243,7 +243,7 @@ def main() -> None:
     ]
     for config in configs:
         resolve_job(config)
-    counted = run_ranks(count_plans, 4, configs)[0]
+    counted = spawn(count_plans, 4, configs)[0]
     print(f"{'plan':16} {'collective':15} {'axis':13} {'count':>5} {'bytes':>13} {'sent':>13}")
     for plan, config, (collectives, _) in zip(arguments.plans, configs, counted, strict=True):
         degrees = make_parallel_dims(config, None).degrees

@@ -16,7 +16,7 @@ import time
 from plan_overhead import PLANS, plan_config
 
 from titanlite.config import resolve_job
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 
 PLAN = "tp2_fsdp2"
 
@@ -57,7 +57,7 @@ def take_turns(place: Place, steps: int) -> tuple[list[float], list[float], floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=15)
-    by_rank = run_ranks(take_turns, 4, parser.parse_args().steps)
+    by_rank = spawn(take_turns, 4, parser.parse_args().steps)
     without, with_check = (
         [sum(of_ranks) for of_ranks in zip(*(rank[kind] for rank in by_rank), strict=True)]
         for kind in (0, 1)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.config import make_config, resolve_job
+from titanlite.config import JobConfig, resolve_job
 from titanlite.ranks.launch import ALONE
 
 FORMATS = ("float32", "tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -36,7 +36,7 @@ Curve = list[tuple[int, float]]
 def job_of(name: str, seed: int, steps: int, batch: int) -> Any:
     """The job of configs/single.toml with `steps` and `batch`, in the format `name` of FORMATS."""
     is_float8 = name != "float32"
-    return make_config(
+    return JobConfig.from_dict(
         {
             "model": {
                 "flavor": "digits",

@@ -14,8 +14,8 @@ import statistics
 import time
 from typing import Any
 
-from titanlite.config import make_config, resolve_job
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.config import JobConfig, resolve_job
+from titanlite.ranks.launch import Place, spawn
 
 NUM_RANKS = 4
 JOB: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ def take_turns(place: Place, rounds: int) -> dict[str, list[float]]:
         jobs = {}
         for name, policy in POLICIES.items():
             plan = {"data_parallel_shard_degree": NUM_RANKS, "fsdp_reshard_after_forward": policy}
-            config = make_config({**JOB, "parallelism": plan})
+            config = JobConfig.from_dict({**JOB, "parallelism": plan})
             jobs[name] = build_job(resolve_job(config, world.size), world)
         blocks: list[Any] = list(jobs["last block freed"].parts[0].layers.values())
         blocks[-1].set_reshard_after_forward(True)
@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
-    by_rank = run_ranks(take_turns, NUM_RANKS, arguments.rounds)
+    by_rank = spawn(take_turns, NUM_RANKS, arguments.rounds)
     totals = {
         name: [sum(step) for step in zip(*(rank[name] for rank in by_rank), strict=True)]
         for name in POLICIES

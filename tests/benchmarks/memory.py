@@ -19,8 +19,8 @@ from typing import Any
 from allocator import allocations, peak_bounds
 from communication import CHECKPOINTING, PARALLELISM, REPLICATE, SHARD, TRAINING
 
-from titanlite.config import make_config, make_parallel_dims, resolve_job
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.config import JobConfig, make_parallel_dims, resolve_job
+from titanlite.ranks.launch import Place, spawn
 
 PLANS = ["one", "one+2", "one+op", "one+full", "ddp4", "fsdp4", "fsdp4_never", "hsdp2x2"]
 PLANS += ["tp4", "tp4_gathered", "tp2_fsdp2", "tp2_fsdp2+full"]
@@ -32,7 +32,7 @@ def make_job_config(plan: str, flavor: str, batch: int) -> Any:
     parallelism, _, checkpointing = plan.partition("+")
     degrees = {SHARD: 1} if parallelism == "one" else PARALLELISM[parallelism]
     dp = degrees.get(REPLICATE, 1) * degrees[SHARD]
-    return make_config(
+    return JobConfig.from_dict(
         {
             "model": {"flavor": flavor},
             "training": {
@@ -103,7 +103,7 @@ def main() -> None:
     for plan in arguments.plans:
         config = make_job_config(plan, arguments.flavor, arguments.batch)
         num_ranks = make_parallel_dims(config, None).world_size
-        found = run_ranks(measure, num_ranks, config)[0]
+        found = spawn(measure, num_ranks, config)[0]
         base.setdefault(plan.partition("+")[0], found["flops"])
         ratio = found["flops"] / base[plan.partition("+")[0]]
         print(f"{plan:16}" + "".join(f"{found[name]:13,}" for name in columns) + f"{ratio:13.3f}")

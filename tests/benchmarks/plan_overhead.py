@@ -23,8 +23,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from titanlite.config import JobConfig, make_config, make_parallel_dims, resolve_job
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.config import JobConfig, make_parallel_dims, resolve_job
+from titanlite.ranks.launch import Place, spawn
 
 JOBS: dict[str, dict[str, dict[str, Any]]] = {
     "image": {
@@ -81,7 +81,7 @@ def plan_config(model: str, plan: dict[str, Any]) -> JobConfig:
     """The job under a plan; a data-parallel rank has its sequences in one microbatch."""
     dp = plan.get("data_parallel_replicate_degree", 1) * plan["data_parallel_shard_degree"]
     batch = {"global_batch_size": BATCH_SIZE, "local_batch_size": BATCH_SIZE // dp}
-    return make_config(
+    return JobConfig.from_dict(
         {
             **JOBS[model],
             "training": {**JOBS[model]["training"], **batch},
@@ -209,7 +209,7 @@ def measure(model: str, against: str, name: str, steps: int) -> tuple[float, flo
         num_ranks = make_parallel_dims(plan_config(model, plan), None).world_size
     with tempfile.TemporaryDirectory() as folder:
         turns = f"{folder}/turns"
-        seconds = run_ranks(
+        seconds = spawn(
             take_turns, num_ranks + 1, model, against, plan, num_ranks, steps, turns, by_hand
         )
     totals = [sum(step) for step in zip(*seconds[:num_ranks], strict=True)]

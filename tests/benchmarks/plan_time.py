@@ -18,13 +18,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.config import JobConfig, load_config, resolve_job
-from titanlite.ranks.launch import run_ranks
+from titanlite.config import JobConfig, parse_args, resolve_job
+from titanlite.ranks.launch import spawn
 from titanlite.tools.planner.calibrate import calibrate, typical_step
+from titanlite.tools.planner.composition import representatives
 from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.hardware import Hardware, load_hardware
 from titanlite.tools.planner.measure import time_steps
-from titanlite.tools.planner.representatives import representatives
 from titanlite.tools.planner.timing import time_events
 from titanlite.tools.planner.trace import trace_rank
 
@@ -63,7 +63,7 @@ class Row:
 
 
 def config_of(job: str) -> JobConfig:
-    return load_config([f"--job.config_file={CONFIGS / job}.toml", "--compile.enable=false"])
+    return parse_args([f"--job.config_file={CONFIGS / job}.toml", "--compile.enable=false"])
 
 
 def measure(jobs: Iterable[str], steps: int) -> dict[str, float]:
@@ -74,7 +74,7 @@ def measure(jobs: Iterable[str], steps: int) -> dict[str, float]:
         by_size.setdefault(resolve_job(config, None).dims.world_size, {})[job] = config
     found = {}
     for num_ranks, configs in by_size.items():
-        of_ranks = run_ranks(time_steps, num_ranks, list(configs.values()), steps)
+        of_ranks = spawn(time_steps, num_ranks, list(configs.values()), steps)
         of_jobs = zip(*(one.values for one in of_ranks), strict=True)
         for job, of_job in zip(configs, of_jobs, strict=True):
             found[job] = typical_step(of_job)

@@ -21,9 +21,9 @@ from typing import Any
 
 from tests.benchmarks.paused_model import with_pauses
 from tests.benchmarks.slow_link import slow_link, with_link
-from titanlite.config import JobConfig, make_config, resolve_job
+from titanlite.config import JobConfig, resolve_job
 from titanlite.observe.pipeline_timeline import PipelineRecorder, make_timeline
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.actions import BACKWARD_INPUT, FORWARD, FULL_BACKWARD
 from titanlite.schedule.timeline import WORK
@@ -50,7 +50,7 @@ class Case:
     bytes_per_second: float = 1e9
 
     def config(self) -> JobConfig:
-        return make_config(
+        return JobConfig.from_dict(
             {
                 "experimental": {"custom_import": "tests.benchmarks.paused_model"},
                 "model": {"name": "paused"},
@@ -201,7 +201,7 @@ def run_case(place: Place, case: Case, num_steps: int) -> list[list[Span]]:
 
 def measure(case: Case, num_steps: int) -> Timeline:
     """The fastest step: what other processes add is never negative."""
-    of_steps = zip(*run_ranks(run_case, case.ranks, case, num_steps), strict=True)
+    of_steps = zip(*spawn(run_case, case.ranks, case, num_steps), strict=True)
     places = [f"pp {rank}" for rank in range(case.ranks)]
     timelines = [make_timeline(of_ranks, places, case.name) for of_ranks in of_steps]
     return min(timelines, key=_length)

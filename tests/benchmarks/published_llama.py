@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from titanlite.config import ResolvedJob, make_config, resolve_job
+from titanlite.config import JobConfig, ResolvedJob, resolve_job
 from titanlite.tools.planner.cache import load_pieces
 from titanlite.tools.planner.compose import compose
 from titanlite.tools.planner.composition import Pieces, Segment
@@ -94,7 +94,7 @@ class Llama:
                 "precompute_float8_dynamic_scale_for_fsdp": True,
             }
             values["quantize"] = {"linear": {"float8": gathers}}
-        return resolve_job(make_config(values), None)
+        return resolve_job(JobConfig.from_dict(values), None)
 
 
 def _fsdp(shards: int, tp: int = 1, cp: int = 1) -> dict[str, Any]:

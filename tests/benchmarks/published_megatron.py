@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from titanlite.config import make_config, resolve_job
+from titanlite.config import JobConfig, resolve_job
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.events import (
@@ -124,7 +124,7 @@ class Pieces:
 @cache
 def trace_blocks(shape: Shape, tp: int, microbatch: int, recomputes: bool) -> Trace:
     """A step of two blocks."""
-    config = make_config(
+    config = JobConfig.from_dict(
         {
             "model": {
                 "name": "gpt2",

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 
 NUM_HEADS, HEAD_DIM = 8, 64
 WARM_UP_STEPS = 2
@@ -52,7 +52,7 @@ def cpu_seconds_per_step(place: Place, num_tokens: int, layout: str, rotate: str
 
 def measure(num_ranks: int, num_tokens: int, layout: str, rotate: str, num_steps: int) -> float:
     """CPU-seconds of a step, summed over ranks: the median of `num_steps`."""
-    per_rank = run_ranks(
+    per_rank = spawn(
         cpu_seconds_per_step, num_ranks, num_tokens, layout, rotate, num_steps, timeout_seconds=600
     )
     return statistics.median(sum(step) for step in zip(*per_rank, strict=True))

@@ -15,7 +15,7 @@ import time
 from plan_overhead import PLANS, plan_config
 
 from titanlite.config import resolve_job
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 
 NUM_STEPS, NUM_CHECKS = 100, 3
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     steps = parser.parse_args().steps
     for plan in ("ddp4", "fsdp4", "tp2_fsdp2", "tp4"):
-        by_rank = run_ranks(measure, 4, plan, steps)
+        by_rank = spawn(measure, 4, plan, steps)
         step, check = (
             statistics.median(
                 sum(of_rank[kind][turn] for of_rank in by_rank) for turn in range(steps)

@@ -148,9 +148,8 @@ def test_buckets_end_with_the_weights_of_one_process(
 def test_each_parallelism_over_slow_channels_is_that_over_torch(
     cluster_of_4, data, main, args, options, overlap
 ):
-    options = {**options, "overlap": overlap}
     theirs = spawn(main, cluster_of_4, data, LAYERS, *args, **options)
-    job = over_channels(main, **options)
+    job = over_channels(main, overlap=overlap, **options)
     ours = cluster_of_4.run(job, data, LAYERS, *args, algorithm="ring", link=SLOW)
     counts = cluster_of_4.counts
     # Only the barrier at the end is torch's.

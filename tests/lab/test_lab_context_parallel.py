@@ -72,15 +72,6 @@ def test_a_layout_holds_every_token_once(layout):
     assert torch.equal(unshard_sequence(shards, layout), whole)
 
 
-def test_the_zigzag_layout_has_a_chunk_of_the_head_and_one_of_the_tail():
-    shards = shard_sequence(torch.arange(12).view(12, 1), 3, "zigzag")
-    assert [shard.flatten().tolist() for shard in shards] == [
-        [0, 1, 10, 11],
-        [2, 3, 8, 9],
-        [4, 5, 6, 7],
-    ]
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_forward_and_backward_are_those_of_one_process(cluster_of_4, inputs, layout, causal):
@@ -103,30 +94,6 @@ def test_overlap_on_a_slow_link_changes_nothing(cluster_of_4, inputs):
     results = cluster_of_4.run(by_hand, shards, "zigzag", True, link=slow)
     whole = [unshard_sequence(parts, "zigzag") for parts in zip(*results, strict=True)]
     assert_same(whole, alone(inputs, True))
-
-
-@pytest.mark.parametrize(
-    ("layout", "work"),
-    [
-        # In blocks of n x n pairs. A rank has as many key chunks as come before a query chunk.
-        ("contiguous", [1, 2, 3, 4]),
-        ("zigzag", [9 / 4] * 4),
-    ],
-)
-def test_the_layout_determines_each_ranks_work(cluster_of_4, inputs, layout, work):
-    n = TOKENS // W
-    # Scores and weighted values, a multiplication and an addition each.
-    block = BATCH * HEADS * 2 * 2 * n * n * FEATURES
-    shards = shard_sequence(inputs, W, layout)
-    cluster_of_4.run(forward_only, shards, layout, True)
-    assert [counts.flops / block for counts in cluster_of_4.device_counts] == work
-    assert cluster_of_4.counts.d2d_bytes == W * (W - 1) * K
-    # The backward pass has five products.
-    cluster_of_4.run(by_hand, shards, layout, True)
-    both = [counts.flops / block for counts in cluster_of_4.device_counts]
-    assert both == pytest.approx([3.5 * each for each in work])
-    cluster_of_4.run(forward_only, shards, layout, False)
-    assert [counts.flops / block for counts in cluster_of_4.device_counts] == [W] * W
 
 
 @pytest.mark.parametrize(

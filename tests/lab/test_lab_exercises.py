@@ -27,12 +27,6 @@ WRONG = {
             "0 -> 1 -> 2 -> 3 -> 0: .* send with isend",
         ),
         (
-            "(device.rank - 1)",
-            "(device.rank + 1)",
-            "deadlock",
-            r"rank \d waits at answer.py:\d+ for 32 bytes from rank",
-        ),
-        (
             "torch.empty_like(tensor)",
             "torch.empty(5, dtype=tensor.dtype)",
             "size",
@@ -48,12 +42,6 @@ WRONG = {
             r"rank 2 returns .* is in step 1: rank 1 sends b to rank 2; in the worked solution, it "
             r"sends a\+b to rank 2",
         ),
-        (
-            "device.mesh.size - 1:",
-            "device.mesh.size - 2:",
-            "deadlock",
-            "rank 3: waits .* from rank 2, which has ended",
-        ),
     ],
     "tree_broadcast": [
         (
@@ -67,12 +55,10 @@ WRONG = {
             "steps",
             "takes 7 steps; 3 are enough",
         ),
-        ("device.rank < 2 * have", "device.rank == have", "deadlock", "rank 7, which has ended"),
         ("have = 1\n", "return device.broadcast(tensor)\n", "forbidden", "calls broadcast"),
     ],
     "ring_all_gather": [
         ("- step)", "+ step)", "value", "rank 0 returns, as value 1, "),
-        ("tensor = group.shift(tensor)", "tensor = group.shift(gathered[group.rank])", "value", ""),
         (
             "range(1, group.size)",
             "range(1, group.size + 1)",
@@ -93,20 +79,12 @@ WRONG = {
             "value",
             "first difference is in step 3",
         ),
-        (
-            "parts = list(tensor.chunk(group.size))",
-            "return sum([tensor] + [group.shift(tensor)])",
-            "value",
-            "rank 0 returns",
-        ),
     ],
     "bus_bandwidth": [
         ("2 if kind", "1 if kind", "value", "rank 0 returns 1572864.0, not 3145728.0"),
-        ("(world_size - 1) / world_size * ", "", "value", "rank 0 returns 4194304.0"),
         ("kind ==", "kynd ==", "error", r"NameError: .*kynd.* \(at answer.py:\d+\)"),
     ],
     "average_gradients": [
-        (" / device.mesh.size", "", "value", "rank 0 returns, as value 0, "),
         (".view(gradient.shape)", "", "value", r"shape \(6,\), not \(2, 3\)"),
         (
             "bucket = torch.cat([gradient.flatten() for gradient in gradients])",
@@ -117,7 +95,6 @@ WRONG = {
     ],
     "uneven_batches": [
         ("gradient * num_rows", "gradient", "value", "rank 0 returns"),
-        ("total[:-1] / total[-1]", "total[:-1] / device.mesh.size", "value", "rank 0 returns"),
         (
             "torch.cat([gradient * num_rows, torch.tensor([float(num_rows)])])",
             "torch.cat([gradient.repeat(num_rows), torch.tensor([float(num_rows)])])",
@@ -133,10 +110,8 @@ WRONG = {
             "bytes",
             "sends 2112 bytes; 1440 are enough",
         ),
-        ("x @ weight", "x.T @ weight", "error", "RuntimeError"),
     ],
     "column_backward": [
-        ("device.all_reduce(dy @ weight.T)", "dy @ weight.T", "value", "as value 0, "),
         ("x.T @ dy]", "device.all_reduce(x.T @ dy)]", "value", "as value 1, "),
         ("[device.all_reduce(dy @ weight.T), x.T @ dy]", "dy @ weight.T", "value", "not 2 values"),
     ],
@@ -147,7 +122,6 @@ WRONG = {
             "deadlock",
             "rank 0: waits .* until its 16 bytes .* are received by rank 1, which waits",
         ),
-        ("outputs.append(y)", "outputs = [y]", "value", "rank 3 returns 1 values, not 3"),
         (
             "for micro_batch in micro_batches:\n",
             "device.barrier()\n    for micro_batch in micro_batches:\n",
@@ -163,10 +137,8 @@ WRONG = {
             "value",
             "value 1, 'B0', not 'F1'",
         ),
-        ('f"B{m}"]\n', 'f"B{m + ahead}"]\n', "value", "rank 0 returns"),
     ],
     "zero_step": [
-        (" / device.mesh.size", "", "value", "rank 0 returns"),
         (
             "device.reduce_scatter(gradient) / device.mesh.size",
             "device.all_reduce(gradient).chunk(4)[device.rank] / 4",
@@ -177,12 +149,6 @@ WRONG = {
     ],
     "gradient_norm": [
         (', ["tp"])', ")", "value", "rank 0 returns 13.9"),
-        (
-            'sharded.square().sum(), ["tp"]) + replicated.square().sum()',
-            'sharded.square().sum() + replicated.square().sum(), ["tp"])',
-            "value",
-            "rank 0 returns 17.6",
-        ),
         (".sqrt().item()", ".sqrt()", "value", r"rank 0 returns 13.0, not 13.0|tensor"),
     ],
     "rows_to_columns": [
@@ -193,11 +159,9 @@ WRONG = {
             "bytes",
             "384 bytes; 96 are enough",
         ),
-        (".isend(parts[peer], peer)", ".isend(parts[group.rank], peer)", "value", ""),
     ],
     "backward_cycle": [
         ("last_forward + 1 +", "last_forward +", "value", "rank 0 returns 9, not 10"),
-        ("(device.mesh.size - 1 - device.rank)", "device.rank", "value", "rank 0 returns 7"),
         ("+ run\n", "- run\n", "value", "rank 0 returns 8, not 10"),
     ],
     "buckets_in_order": [
@@ -213,21 +177,17 @@ WRONG = {
             "deadlock",
             r"waits in all_reduce 3 .* from rank \d, which has ended",
         ),
-        ("all_reduce(full[len(sums)])", "all_reduce(bucket)", "value", "as value "),
     ],
     "ring_attention": [
         ("torch.logaddexp(lse, block)", "torch.maximum(lse, block)", "value", "rank 0 returns"),
-        ("out * (lse - total).exp()", "out", "value", "rank 0 returns"),
         ("if step > 0:", "if True:", "messages", "16 messages; 12 are enough"),
     ],
     "zigzag_positions": [
         ("2 * world_size - 1 - rank", "2 * rank + 1", "value", "rank 0 returns"),
         ("2 * world_size - 1 - rank", "world_size + rank", "value", "rank 0 returns"),
-        ("2 * world_size - 1 - rank", "2 * world_size - rank", "value", "rank 0 returns"),
     ],
     "uneven_all_to_all": [
         ("= device.all_to_all(counts)", "= counts", "size", "for .* bytes .* which sent"),
-        ("= outgoing[group.rank]", "= rows[:0]", "value", "rank 0 returns"),
         (
             "irecv(incoming[peer], peer) for",
             "recv(incoming[peer], peer) for",
@@ -252,10 +212,10 @@ def answer(name, text):
     return namespace[name]
 
 
-def test_there_are_fifteen_on_all_notes_with_three_wrong_answers_each():
+def test_there_are_fifteen_on_all_notes_with_two_wrong_answers_each():
     assert len(EXERCISES) >= 15
     assert {note for note, _ in EXERCISES.values()} >= set(range(1, 11))
-    assert all(len(WRONG[name]) == 3 for name in EXERCISES)
+    assert all(len(WRONG[name]) == 2 for name in EXERCISES)
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -278,7 +238,7 @@ def test_the_skeleton_fails_helpfully_and_the_solution_passes(pool, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [(name, number) for name in EXERCISES for number in range(3)]
+    ("name", "number"), [(name, number) for name in EXERCISES for number in range(2)]
 )
 def test_a_typical_mistake_is_named(pool, name, number):
     right, wrong, kind, pattern = WRONG[name][number]

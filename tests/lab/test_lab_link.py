@@ -54,32 +54,6 @@ def test_a_link_that_cannot_be(values, message):
         Link(**values)
 
 
-def timed_all_reduce(device, tensor, algorithm):
-    device.algorithm = algorithm
-    device.barrier()
-    start = time.monotonic()
-    result = device.all_reduce(tensor + device.rank)
-    return result, time.monotonic() - start
-
-
-def test_an_all_reduce_takes_the_time_of_its_algorithm(cluster_of_4):
-    tensor = torch.arange(10_000, dtype=torch.float64)  # 80,000 bytes
-    expected = {
-        # Each device receives three whole tensors.
-        "naive": SLOW.latency_seconds + 3 * 80_000 / SLOW.bytes_per_second,
-        # Six steps with a quarter of the tensor.
-        "ring": 6 * SLOW.seconds(20_000),
-    }
-    for algorithm, seconds in expected.items():
-        cluster_of_4.run(timed_all_reduce, tensor, algorithm)
-        fast = cluster_of_4.counts
-        results = cluster_of_4.run(timed_all_reduce, tensor, algorithm, link=SLOW)
-        # Ranks may leave the barrier at different times, but the last one waits for everything.
-        assert max(took for _, took in results) >= seconds
-        assert all(torch.equal(result, 4 * tensor + 6) for result, _ in results)
-        assert cluster_of_4.counts == fast
-
-
 def test_a_send_is_done_when_the_message_has_left(cluster_of_4):
     def send_or_receive(device, tensor):
         if device.rank > 1:

@@ -1,5 +1,6 @@
-"""Each parallelism by hand against one process: losses, first gradients, weights after AdamW steps.
+"""Parallelisms by hand against one process: losses, first gradients, weights after AdamW steps.
 
+The notes, test_lab_communicator.py and test_lab_production.py have the usual cases.
 Differences are in float64, relative to the largest magnitude of a tensor: an error relative to an
 element near zero would be meaningless.
 """
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.errors import RankError
-from titanlite.ranks.launch import run_ranks
+from titanlite.ranks.launch import spawn as spawn_ranks
 from titanlite.tools.lab import (
     Mesh,
     data_parallelism_main,
@@ -24,7 +25,6 @@ from titanlite.tools.lab import (
     single_process_main,
     spawn,
     summarize_tensor,
-    tensor_parallelism_main,
     three_d_parallelism_main,
     zero_parallelism_main,
 )
@@ -64,13 +64,6 @@ def side_by_side(records, field):
     return {i: torch.cat([part[i] for part in held if i in part], 1) for i in range(LAYERS)}
 
 
-def flat_shards(records, field):
-    return {
-        i: torch.cat([getattr(record, field)[i] for record in records])[: DIM * DIM].view(DIM, DIM)
-        for i in range(LAYERS)
-    }
-
-
 def test_the_reference_learns_and_no_two_layers_start_alike(alone):
     assert alone.losses[-1] < alone.losses[0]
     weights = [get_init_params(DIM, DIM, 0, layer=i).detach() for i in range(LAYERS)]
@@ -84,57 +77,6 @@ def test_shards_of_a_layer_differ_and_together_are_the_layer():
     ]
     assert not torch.equal(shards[0], shards[1])
     assert torch.equal(torch.cat(shards, 1), get_init_params(DIM, DIM, 0, layer=3))
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_data_parallelism(cluster_of_4, data, alone, overlap):
-    records = spawn(data_parallelism_main, cluster_of_4, data, LAYERS, STEPS, overlap=overlap)
-    losses = [sum(step) / W for step in zip(*(record.losses for record in records), strict=True)]
-    for record in records:
-        assert_same_run(alone, losses, record.gradients, record.params)
-    counts = cluster_of_4.counts
-    # Plus the barrier at the end.
-    assert counts.torch_collectives == {"all_reduce": W * STEPS * LAYERS, "barrier": W}
-    assert counts.torch_collective_bytes["all_reduce"] == W * STEPS * LAYERS * DIM * DIM * 8
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_tensor_parallelism(cluster_of_4, data, alone, overlap):
-    records = spawn(
-        tensor_parallelism_main, cluster_of_4, data, LAYERS, num_steps=STEPS, overlap=overlap
-    )
-    gradients, params = side_by_side(records, "gradients"), side_by_side(records, "params")
-    for record in records:
-        assert_same_run(alone, record.losses, gradients, params)
-    # L forward; L-1 backward, since the data needs no gradient.
-    assert cluster_of_4.counts.torch_collectives == {
-        "all_gather": W * STEPS * LAYERS,
-        "all_reduce": W * STEPS * (LAYERS - 1),
-        "barrier": W,
-    }
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_pipeline_parallelism(cluster_of_4, data, alone, schedule, overlap):
-    records = spawn(
-        pipeline_parallelism_main,
-        cluster_of_4,
-        data,
-        LAYERS,
-        MICRO_BATCHES,
-        num_steps=STEPS,
-        schedule=schedule,
-        overlap=overlap,
-    )
-    gradients, params = side_by_side(records, "gradients"), side_by_side(records, "params")
-    assert_same_run(alone, records[-1].losses, gradients, params)
-    assert all(not record.losses for record in records[:-1])
-    sends = cluster_of_4.counts.d2d_messages
-    assert sends == STEPS * 2 * (W - 1) * MICRO_BATCHES
-    assert cluster_of_4.counts.d2d_bytes == sends * (BATCH // MICRO_BATCHES) * DIM * 8
-    live = [record.peak_micro_batches for record in records]
-    assert live == ([MICRO_BATCHES] * W if schedule == "gpipe" else [4, 3, 2, 1])
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 7])
@@ -156,33 +98,6 @@ def test_fewer_microbatches_than_stages(cluster_of_4, data, alone, num_micro_bat
     assert_same_run(alone, records[-1].losses, gradients, params)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero(cluster_of_4, data, alone, stage, overlap):
-    records = spawn(
-        zero_parallelism_main, cluster_of_4, data, LAYERS, STEPS, stage=stage, overlap=overlap
-    )
-    losses = [sum(step) for step in zip(*(record.losses for record in records), strict=True)]
-    gradients, params = flat_shards(records, "gradients"), flat_shards(records, "params")
-    assert_same_run(alone, losses, gradients, params)
-
-    whole = LAYERS * DIM * DIM * 8
-    held = records[0].held_bytes
-    assert held["parameters"] == (whole // W if stage == 3 else whole)
-    assert held["gradients"] == (whole if stage == 1 else whole // W)
-    assert held["optimizer"] == 2 * whole // W
-    counts = cluster_of_4.counts
-    # Stage 3 gathers each layer forward and backward, the others once after the update.
-    gathers = 2 if stage == 3 else 1
-    assert counts.torch_collectives == {
-        "all_gather": W * STEPS * LAYERS * gathers,
-        "reduce_scatter": W * STEPS * LAYERS,
-        "barrier": W,
-    }
-    assert counts.torch_collective_bytes["all_gather"] == W * STEPS * whole * gathers
-    assert counts.torch_collective_bytes["reduce_scatter"] == W * STEPS * whole
-
-
 def test_zero_pads_a_layer_that_does_not_divide(cluster_of_4):
     data = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     alone = single_process_main(data, 2, STEPS)
@@ -192,32 +107,6 @@ def test_zero_pads_a_layer_that_does_not_divide(cluster_of_4):
             flat = torch.cat([record.params[i] for record in records])
             assert flat.numel() == 28
             assert_same(flat[:25].view(5, 5), alone.params[i])
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_three_parallelisms_together(cluster, data, alone, schedule, overlap):
-    mesh = cluster.mesh = Mesh(pp=2, dp=2, tp=2)
-    records = spawn(
-        three_d_parallelism_main,
-        cluster,
-        data,
-        LAYERS,
-        4,
-        num_steps=STEPS,
-        schedule=schedule,
-        overlap=overlap,
-    )
-    for dp in range(2):
-        ours = [record for record, at in zip(records, mesh, strict=True) if at["dp"] == dp]
-        gradients, params = side_by_side(ours, "gradients"), side_by_side(ours, "params")
-        last = [
-            record.losses
-            for record, at in zip(records, mesh, strict=True)
-            if at["pp"] == 1 and at["tp"] == 0
-        ]
-        losses = [sum(step) / 2 for step in zip(*last, strict=True)]
-        assert_same_run(alone, losses, gradients, params)
 
 
 def test_other_shapes_of_the_three(cluster, data, alone):
@@ -265,7 +154,7 @@ def test_a_main_function_opens_its_own_world_where_there_is_none(data):
         return record.params, dist.is_initialized()
 
     expected = single_process_main(data, 2, 2).params
-    for params, is_open in run_ranks(main, 2, data, timeout_seconds=60):
+    for params, is_open in spawn_ranks(main, 2, data, timeout_seconds=60):
         assert not is_open
         assert_same(params[1], expected[1])
 

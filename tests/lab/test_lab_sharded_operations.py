@@ -108,15 +108,6 @@ def test_matmul_and_its_gradients_equal_one_process(cluster, name, algorithm):
     assert_same(db, a.T @ dc)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GOLDEN["matmul"])
-def test_matmul_at_full_size_with_data(cluster, name):
-    a, b = torch.randn(4096, 2048), torch.randn(2048, 4096)
-    c = MatMul(golden_sharding(name))(cluster, a, b, timeout_seconds=280)
-    torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-2)
-    assert_costs(cluster.counts, GOLDEN["matmul"][name])
-
-
 def feed_forward_inputs(batch, sequence, model, hidden, make=rand):
     shapes = [(batch, sequence, model), (model, hidden), (hidden,), (hidden, model), (model,)]
     return [make(*shape) for shape in shapes]

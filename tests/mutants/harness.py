@@ -1,6 +1,7 @@
 """Apply wrong edits of the library to a scratch copy, one at a time, and run `titanlite verify`.
 
     python tests/mutants/harness.py [NAME ...]     judge some mutants, or all, and print the score
+    python tests/mutants/harness.py --unseen       the edits that verify was not developed with
     python tests/mutants/harness.py --same         judge the edits that change no number
     python tests/mutants/harness.py --threads ...  the same on ranks that are threads
 
@@ -80,6 +81,17 @@ class Verdict:
         return self.is_found and is_said and bool(re.search(mutant.says, self.cause))
 
 
+def unseen() -> list[Mutant]:
+    """The wrong edits of unseen.json."""
+    found = json.loads((Path(__file__).parent / "unseen.json").read_text(encoding="utf-8"))
+    for one in found:
+        one["edits"] = tuple(
+            Edit(edit["file"], "\n".join(edit["old"]), "\n".join(edit["new"]))
+            for edit in one["edits"]
+        )
+    return [Mutant(**one) for one in found]
+
+
 def judge(mutant: Mutant) -> Verdict:
     """Apply a mutant to a copy of the library, verify its job there, and read the diagnosis."""
     with edited(mutant.edits) as folder:
@@ -142,6 +154,9 @@ def main(names: Sequence[str]) -> int:
     """Judge mutants and print the result of each; returns 0 if all are found."""
     from mutants import MUTANTS, REFACTORINGS
 
+    if "--unseen" in names:
+        names = [name for name in names if name != "--unseen"]
+        MUTANTS[:] = unseen()
     if "--threads" in names:
         names = [name for name in names if name != "--threads"]
         MUTANTS[:], REFACTORINGS[:] = (

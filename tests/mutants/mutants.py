@@ -79,7 +79,7 @@ def mutant(
     return Mutant(name, kind, changes, job, says, steps, options)
 
 
-STEP, NORM = "titanlite/training/step.py", "titanlite/training/gradient_norm.py"
+STEP, NORM = "titanlite/training/step.py", "titanlite/training/norm.py"
 STYLES, PLAN = "titanlite/parallelize/tensor_parallel/styles.py", "models/image_transformer/plan.py"
 RING, ROTATION = (
     "titanlite/parallelize/context_parallel/ring.py",
@@ -90,7 +90,7 @@ LAYOUT, PIPELINE = (
     "titanlite/parallelize/pipeline_parallel/apply.py",
 )
 FSDP_FILE, DDP_FILE = "titanlite/parallelize/fsdp/apply.py", "titanlite/parallelize/ddp/apply.py"
-INITIALIZE, SAMPLER = "titanlite/training/initialize.py", "titanlite/data/sampler.py"
+INITIALIZE, SAMPLER = "titanlite/training/initial_weights.py", "titanlite/data/sampler.py"
 OPTIMIZER, DIMS = "titanlite/training/optimizer.py", "titanlite/mesh/parallel_dims.py"
 AC, JOB = "titanlite/parallelize/activation_checkpoint/apply.py", "titanlite/job.py"
 MODEL, BATCH = "models/image_transformer/model.py", "titanlite/modules/batch.py"

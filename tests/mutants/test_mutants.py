@@ -7,7 +7,7 @@ test-all` judges all.
 from __future__ import annotations
 
 import pytest
-from harness import ROOT, Mutant, judge
+from harness import ROOT, Mutant, judge, unseen
 from mutants import MUTANTS, REFACTORINGS
 
 from titanlite.tools.verify.matrix import code_digest
@@ -38,7 +38,7 @@ def name_of(mutant: Mutant) -> str:
 
 def test_every_edit_fits_the_sources() -> None:
     texts: dict[str, str] = {}
-    for mutant in [*MUTANTS, *REFACTORINGS]:
+    for mutant in [*MUTANTS, *REFACTORINGS, *unseen()]:
         for edit in mutant.edits:
             text = texts.setdefault(edit.file, (ROOT / edit.file).read_text())
             assert text.count(edit.old) == 1, f"{mutant.name}: {edit.file} lacks the old lines"

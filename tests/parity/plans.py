@@ -11,7 +11,7 @@ from torch import Tensor
 from training import DEBUG_JOB, merged
 
 from titanlite.checkpoint.run import Checkpoints
-from titanlite.config import JobConfig, make_config, make_parallel_dims, resolve_job
+from titanlite.config import JobConfig, make_parallel_dims, resolve_job
 from titanlite.config.degrees import DEGREES
 from titanlite.job import Job, build_job
 from titanlite.ranks.launch import Place
@@ -78,7 +78,7 @@ def config_of(plan: str, folder: Path, **checkpoint: object) -> JobConfig:
             "checkpoint": {"enable": True, **checkpoint},
         },
     )
-    return make_config(merged(job, changes))
+    return JobConfig.from_dict(merged(job, changes))
 
 
 def by_num_ranks(plans: Mapping[str, object]) -> dict[int, list[str]]:

@@ -71,13 +71,13 @@ def mean_of_means() -> AbstractContextManager[Any]:
 def shards_start_alike() -> AbstractContextManager[Any]:
     """Every rank draws as if its shard were the first."""
     from titanlite.modules.shards import local_part
-    from titanlite.training import initialize
+    from titanlite.training import initial_weights
 
     def first_of(full, like):
         part = local_part(like)
         return full[tuple(slice(0, size) for size in part.shape)]
 
-    return patch.object(initialize, "shard_of", first_of)
+    return patch.object(initial_weights, "shard_of", first_of)
 
 
 def pending_input_to_a_compiled_block() -> AbstractContextManager[Any]:
@@ -156,7 +156,7 @@ def norms_not_reduced() -> AbstractContextManager[Any]:
     """Under sequence parallelism each rank keeps its own share of the norms' gradients."""
     from titanlite.modules.shards import local_part
     from titanlite.training import step
-    from titanlite.training.gradient_norm import _like
+    from titanlite.training.norm import _like
 
     def keep_own(parameters):
         for parameter in parameters:
@@ -262,9 +262,9 @@ def padding_counts_as_classes() -> AbstractContextManager[Any]:
 
 
 def norm_counts_replicas() -> AbstractContextManager[Any]:
-    from titanlite.training import gradient_norm
+    from titanlite.training import norm
 
-    return patch.object(gradient_norm, "_is_counted_here", lambda parameter, mesh: True)
+    return patch.object(norm, "_is_counted_here", lambda parameter, mesh: True)
 
 
 def tied_gradients_not_summed() -> AbstractContextManager[Any]:
@@ -283,9 +283,9 @@ def norm_counts_copies() -> AbstractContextManager[Any]:
 
 def norm_misses_strided_shards() -> AbstractContextManager[Any]:
     """`Placement.is_shard()` is false for FSDP2's cut of what tensor parallelism has cut."""
-    from titanlite.training import gradient_norm
+    from titanlite.training import norm
 
-    return patch.object(gradient_norm, "is_sharded", lambda placement: placement.is_shard())
+    return patch.object(norm, "is_sharded", lambda placement: placement.is_shard())
 
 
 def data_by_rank() -> AbstractContextManager[Any]:
@@ -557,15 +557,15 @@ def expert_gradients_doubled() -> AbstractContextManager[Any]:
 
 def experts_left_out_of_the_norm() -> AbstractContextManager[Any]:
     """Megatron-LM #5916: with ep and tp, only the first rank of tp counts its experts."""
-    from titanlite.training import gradient_norm
+    from titanlite.training import norm
 
-    axes_of = gradient_norm.axes_of
+    axes_of = norm.axes_of
 
     def as_replicated_over_tp(name):
         axes = axes_of(name)
         return tuple(axis for axis in axes if axis != "tp") if len(axes) > 1 else axes
 
-    return patch.object(gradient_norm, "axes_of", as_replicated_over_tp)
+    return patch.object(norm, "axes_of", as_replicated_over_tp)
 
 
 def sequence_loss_by_microbatch() -> AbstractContextManager[Any]:

@@ -12,17 +12,17 @@ import pytest
 from test_plan_invariance import TOLERANCE, assert_invariant
 from training import debug_config, difference, train
 
-from titanlite.config import check_machine, make_config, resolve_job
+from titanlite.config import JobConfig, check_machine, resolve_job
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
 from titanlite.parallelize.async_tensor_parallel.apply import Fusions
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 
 # torch is imported by the functions that run on ranks, as in any program that starts some.
 
 
 def on_ranks(function: Callable, num_ranks: int) -> list:
-    return run_ranks(_in_world, num_ranks, function, timeout_seconds=180)
+    return spawn(_in_world, num_ranks, function, timeout_seconds=180)
 
 
 def _in_world(place: Place, function: Callable) -> Any:
@@ -209,7 +209,7 @@ def jobs(world: Any) -> list[Any]:
         apply_tp(nn.ModuleDict({"own": OwnLinear(4, 4)}), job.meshes.tp, plan, rings=True)
 
     for wrong in (
-        lambda: build_job(resolve_job(make_config(WITHOUT_RING_STYLES)), world),
+        lambda: build_job(resolve_job(JobConfig.from_dict(WITHOUT_RING_STYLES)), world),
         lambda: refused({"": GatherColwise(0, "own")}),
         lambda: refused({"own": RowwiseLocal(0)}),
     ):
@@ -250,7 +250,7 @@ def test_sequences_without_chunks_of_one_size_are_refused_before_ranks_start() -
     uneven = ring_of(tensor_parallel_degree=3)["parallelism"]
     sizes = WITHOUT_RING_STYLES["model"] | {"hidden_dim": 66}
     with pytest.raises(ConfigError) as refused:
-        make_config(WITHOUT_RING_STYLES | {"parallelism": uneven, "model": sizes})
+        JobConfig.from_dict(WITHOUT_RING_STYLES | {"parallelism": uneven, "model": sizes})
     assert refused.value.problems == (
         "parallelism.enable_async_tensor_parallel: 64 tokens are not a multiple of "
         "tensor_parallel_degree 3, but async TP needs equal chunks; set tensor_parallel_degree to "
@@ -541,7 +541,7 @@ def test_a_step_without_a_fusion_ends_the_run() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_job_counts_what_is_fused_and_ends_where_nothing_is() -> None:
-    plain, first, second, said = run_ranks(_in_world, 2, fused_job, timeout_seconds=1000)[0]
+    plain, first, second, said = spawn(_in_world, 2, fused_job, timeout_seconds=1000)[0]
     for loss, counts in (first, second):
         assert loss == pytest.approx(plain, rel=1e-12)
         assert set(counts.values()) == {2}
@@ -556,7 +556,7 @@ def test_a_ring_overlaps() -> None:
 
     gains: list[dict[str, float]] = []
     for _ in range(3):
-        found, _ = run_ranks(measure_overlap, 2, timeout_seconds=280)[0]
+        found, _ = spawn(measure_overlap, 2, timeout_seconds=280)[0]
         gains.append({name: one.gain for name, one in found.items()})
         if all(gain >= (WHOLE_TARGET if "(all)" in n else TARGET) for n, gain in gains[-1].items()):
             return

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config import JobConfig, load_config, resolve_job
+from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.tools.verify.verify import Verifier
 
@@ -103,7 +103,7 @@ def own_verifier(folder: Path) -> Iterator[Verifier]:
 
 def job(folder: Path, changes: dict[str, object]) -> JobConfig:
     options = [f"--{key}={value}" for key, value in changes.items()]
-    return load_config([f"--job.config_file={folder / 'clip.toml'}", *options])
+    return parse_args([f"--job.config_file={folder / 'clip.toml'}", *options])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.ranks.launch import run_ranks
+from titanlite.ranks.launch import spawn
 
 PAGE = Path(__file__).parents[2] / "docs/by_hand.md"
 
@@ -29,21 +29,21 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def test_every_plan_of_the_page_trains_as_one_process(loop: Any) -> None:
-    (alone,) = run_ranks(loop.main, 1, ParallelDims(), timeout_seconds=120)
+    (alone,) = spawn(loop.main, 1, ParallelDims(), timeout_seconds=120)
     assert len(alone) == 3
     for dims in (ParallelDims(tp=2, dp_shard=2), ParallelDims(pp=2, cp=2)):
-        for of_rank in run_ranks(loop.main, 4, dims, timeout_seconds=120):
+        for of_rank in spawn(loop.main, 4, dims, timeout_seconds=120):
             for own, expected in zip(of_rank, alone, strict=True):
                 assert own == pytest.approx(expected, rel=1e-11), dims
 
 
 def test_a_checkpoint_by_hand_goes_on_under_another_plan(loop: Any, tmp_path: Path) -> None:
-    whole = run_ranks(loop.main, 1, ParallelDims(), timeout_seconds=120)[0]
+    whole = spawn(loop.main, 1, ParallelDims(), timeout_seconds=120)[0]
     sharded = ParallelDims(tp=2, dp_shard=2)
-    first = run_ranks(loop.main, 4, sharded, 1, tmp_path, timeout_seconds=120)[0]
+    first = spawn(loop.main, 4, sharded, 1, tmp_path, timeout_seconds=120)[0]
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     staged = ParallelDims(pp=2, cp=2)
-    rest = run_ranks(loop.main, 4, staged, 3, tmp_path, timeout_seconds=120)[0]
+    rest = spawn(loop.main, 4, staged, 3, tmp_path, timeout_seconds=120)[0]
     assert len(rest) == 2
     for own, expected in zip([*first, *rest], whole, strict=True):
         assert own == pytest.approx(expected, rel=1e-11)

@@ -28,7 +28,7 @@ from titanlite.checkpoint.weights import read_config
 from titanlite.config import JobConfig, override
 from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.errors import ConfigError, TitanliteError
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.tools.convert import command as convert
 from titanlite.tools.convert.stored import find_checkpoint
 
@@ -71,7 +71,7 @@ def go(place: Place, configs: list[JobConfig]) -> list[tuple[int, list[str], dic
 
 def one(plan: str, num_ranks: int, folder: Path, **keys: object):
     """The same of one run."""
-    return run_ranks(go, num_ranks, [config(plan, folder, **keys)])[0][0]
+    return spawn(go, num_ranks, [config(plan, folder, **keys)])[0][0]
 
 
 def titanlite(*words: object) -> int:
@@ -373,7 +373,7 @@ def test_tensors_that_are_not_the_state_of_the_job_are_one_line(tmp_path, traine
     for number, (change, _) in enumerate(WRONG_TENSORS):
         altered(trained[0] / "step-3", tmp_path / f"{number}" / "checkpoint" / "step-3", change)
     runs = [(tmp_path / str(number), {}) for number in range(len(WRONG_TENSORS))]
-    results = run_ranks(go_or_say, 1, runs)[0]
+    results = spawn(go_or_say, 1, runs)[0]
     for (first, said), (_, expected) in zip(results, WRONG_TENSORS, strict=True):
         assert first == 0, expected
         assert expected in said[0]
@@ -403,7 +403,7 @@ def test_what_is_left_can_be_gone_on_from_with_the_same_model(tmp_path):
     held = CheckpointFolder(tmp_path / "held" / "checkpoint")
     held.path.mkdir(parents=True)
     with held.holding():
-        results = run_ranks(go_or_say, 1, runs)[0]
+        results = spawn(go_or_say, 1, runs)[0]
     _, again, refused, new, _, without, asynchronous, beside, blown, spoilt = results
     assert {path.name for path in (tmp_path / "a" / "checkpoint").iterdir()} == {"step-1", "step-2"}
     assert again[0] == 2

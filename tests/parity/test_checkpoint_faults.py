@@ -23,7 +23,7 @@ from titanlite.checkpoint.storage import Piece, load, stored_tensors
 from titanlite.config import JobConfig, make_parallel_dims, override, resolve_job
 from titanlite.errors import ConfigError, RankError
 from titanlite.observe.metrics import read_metrics
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.tools.convert.stored import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def config(folder: Path, *, plan: str = "two", mode: str = "disabled", **keys: o
 
 
 def run(config: JobConfig, fault: Fault | None = None) -> None:
-    run_ranks(train_with, make_parallel_dims(config, None).world_size, config, fault)
+    spawn(train_with, make_parallel_dims(config, None).world_size, config, fault)
 
 
 def final_state(folder: Path) -> dict[str, Tensor]:
@@ -249,7 +249,7 @@ def test_a_changed_or_missing_file_is_named_and_the_one_before_is_taken(tmp_path
     changes.append((newest / MANIFEST, (another / MANIFEST).read_bytes()))
     job = config(never_killed, **{"checkpoint.load_only": True})
     for (path, content), (step, notes) in zip(
-        changes, run_ranks(resumes_at, 2, job, changes)[0], strict=True
+        changes, spawn(resumes_at, 2, job, changes)[0], strict=True
     ):
         assert step == STEPS, f"{path}: {content}"
         refused, taken = notes
@@ -290,7 +290,7 @@ def test_a_full_disk_is_one_line_and_what_was_saved_stays(tmp_path, rank, mode):
     run(first)
     job = config(tmp_path, mode=mode, **{"lr_scheduler.total_steps": STEPS})
     with pytest.raises(ConfigError) as raised:
-        run_ranks(fill_disk, 2, job, rank)
+        spawn(fill_disk, 2, job, rank)
     line = str(raised.value)
     assert f"step-4 failed on rank {rank}: File too large" in line
     assert line.startswith("checkpoint.folder: saving ")

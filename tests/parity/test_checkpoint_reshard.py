@@ -17,7 +17,7 @@ from plans import (
     save_each,
 )
 
-from titanlite.ranks.launch import run_ranks
+from titanlite.ranks.launch import spawn
 
 States = dict[str, dict[str, dict[str, str]]]
 
@@ -53,7 +53,7 @@ def check(own: dict[str, dict[str, str]], loaded: States, returned: States) -> N
 
 def test_between_shards_of_shards_and_stages_of_shards(tmp_path):
     plans = ["tp2_fsdp2", "pp2_fsdp2"]
-    own, loaded, returned = run_ranks(
+    own, loaded, returned = spawn(
         in_world,
         4,
         (save_each, plans, tmp_path),
@@ -70,13 +70,13 @@ def round_trips(plans: Iterable[str], folder: Path) -> None:
     loaded: States = {}
     returned: States = {}
     for num_ranks, names in worlds.items():
-        own |= run_ranks(in_world, num_ranks, (save_each, names, folder))[0][0]
+        own |= spawn(in_world, num_ranks, (save_each, names, folder))[0][0]
     for num_ranks, names in worlds.items():
         call = (load_each, names, there(plans, folder), folder)
-        loaded |= run_ranks(in_world, num_ranks, call)[0][0]
+        loaded |= spawn(in_world, num_ranks, call)[0][0]
     for num_ranks, names in worlds.items():
         call = (load_each, names, back(plans, folder), None)
-        returned |= run_ranks(in_world, num_ranks, call)[0][0]
+        returned |= spawn(in_world, num_ranks, call)[0][0]
     check(own, loaded, returned)
 
 

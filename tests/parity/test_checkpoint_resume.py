@@ -12,7 +12,7 @@ from training import difference
 
 from titanlite.checkpoint.run import Checkpoints
 from titanlite.config import JobConfig, override
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 
 SAVED_AT, STEPS = 3, 6
 
@@ -47,7 +47,7 @@ def check_resumes(plans: list[str], folder: Path) -> None:
         straight = [config(plan, folder / plan, async_mode="async") for plan in names]
         again = [config(plan, folder / plan, load_step=SAVED_AT) for plan in names]
         # Not only on the first rank: each has its own part of the weights.
-        results = run_ranks(go_on, num_ranks, [*straight, *again])
+        results = spawn(go_on, num_ranks, [*straight, *again])
         for rank, of_rank in enumerate(results):
             for index, plan in enumerate(names):
                 expected, found = of_rank[index][0], of_rank[len(names) + index][0]
@@ -91,7 +91,7 @@ def test_all_ranks_hear_of_a_checkpoint_at_the_same_step(tmp_path):
     job = config_of("single", tmp_path, **keys)
     job = override(job, {"parallelism.data_parallel_shard_degree": 2})
     expected = [(4, ["step-1"]), (6, ["step-5"]), (7, ["step-7"])]
-    assert run_ranks(note_saved, 2, job, timeout_seconds=60) == [expected, expected]
+    assert spawn(note_saved, 2, job, timeout_seconds=60) == [expected, expected]
 
 
 @pytest.mark.slow
@@ -102,13 +102,13 @@ def test_every_plan_resumes_to_the_bit(tmp_path):
 @pytest.mark.slow
 def test_resumed_under_another_plan_agrees_to_rounding(tmp_path):
     source = tmp_path / "tp2_fsdp2"
-    ((_, straight),) = run_ranks(go_on, 4, [config("tp2_fsdp2", source)])[0]
+    ((_, straight),) = spawn(go_on, 4, [config("tp2_fsdp2", source)])[0]
     moved = config(
         "fsdp4",
         tmp_path / "fsdp4",
         initial_load_path=str(source / "checkpoint" / f"step-{SAVED_AT}"),
         initial_load_model_only=False,
     )
-    ((_, resumed),) = run_ranks(go_on, 4, [moved])[0]
+    ((_, resumed),) = spawn(go_on, 4, [moved])[0]
     for name, weight in straight.items():
         assert difference(resumed[name], weight) < 1e-11, name

@@ -27,7 +27,7 @@ from tests.benchmarks.communication import (
 from titanlite.config import resolve_job
 from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.models.llama3.config import FLAVORS as MOE_FLAVORS
-from titanlite.ranks.launch import run_ranks
+from titanlite.ranks.launch import spawn
 from titanlite.tools.planner.trace import trace_rank
 
 # What else they send depends on the stage: of these, what goes between stages alone is told here.
@@ -57,7 +57,7 @@ def counted() -> dict[tuple[str, int], list[tuple[list[Collective], int]]]:
     cases = [*CASES, *((plan, 1) for plan in STAGES_ALONE), ("pp4", 2)]
     cases += [(plan, 1) for plan in EXPERT_CASES]
     configs = [make_job_config(plan, microbatches=m) for plan, m in cases]
-    by_rank = run_ranks(count_plans, 4, configs, timeout_seconds=240)
+    by_rank = spawn(count_plans, 4, configs, timeout_seconds=240)
     return {case: [rank[index] for rank in by_rank] for index, case in enumerate(cases)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from training import Sections, make_config, merged
+from training import Sections, merged
 
 from titanlite.config import JobConfig
 from titanlite.tools.verify.verify import Verifier
@@ -76,7 +76,7 @@ def schedule(name: str) -> dict[str, str]:
 
 
 def job(plan: dict[str, Any], *more: Sections) -> JobConfig:
-    return make_config(merged(JOB, {"parallelism": plan}, *more))
+    return JobConfig.from_dict(merged(JOB, {"parallelism": plan}, *more))
 
 
 PLANS: dict[str, JobConfig] = {

@@ -11,9 +11,9 @@ import pytest
 from training import DEBUG_JOB, Sections, debug_config, merged
 
 from tests.benchmarks.communication import Collective, count_plans, totals
-from titanlite.config import make_config, resolve_job
+from titanlite.config import JobConfig, resolve_job
 from titanlite.models.image_transformer.config import FLAVORS
-from titanlite.ranks.launch import run_ranks
+from titanlite.ranks.launch import spawn
 from titanlite.tools.verify.verify import Verifier
 
 REPLICATE, SHARD = "data_parallel_replicate_degree", "data_parallel_shard_degree"
@@ -85,7 +85,7 @@ SLOW_PLANS: dict[str, tuple[Sections, ...]] = {
 def test_a_plan_is_one_process_that_takes_the_same_microbatches(
     verifier: Verifier, name: str
 ) -> None:
-    config = make_config(merged(DEBUG_JOB, *(PLANS | SLOW_PLANS)[name]))
+    config = JobConfig.from_dict(merged(DEBUG_JOB, *(PLANS | SLOW_PLANS)[name]))
     found = verifier.verify(config, steps=3, reloads=True)
     assert found.agrees, found.findings
     assert found.margin > 100, found.worst
@@ -100,13 +100,13 @@ def test_pytorchs_own_styles_multiply_by_the_layers_product(verifier: Verifier) 
     }
     sections["training"]["dataset"] = "digits"
     sections["experimental"] = {"custom_import": "plain_model"}
-    found = verifier.verify(make_config(sections), steps=2)
+    found = verifier.verify(JobConfig.from_dict(sections), steps=2)
     assert found.agrees, found.findings
 
 
 @pytest.mark.slow
 def test_in_float32_the_losses_agree(verifier: Verifier) -> None:
-    config = make_config(merged(DEBUG_JOB, float8(), plan(2, **{SHARD: 2})))
+    config = JobConfig.from_dict(merged(DEBUG_JOB, float8(), plan(2, **{SHARD: 2})))
     found = verifier.verify(config, steps=5, dtype="float32")
     assert found.agrees, found.findings
     assert math.isinf(found.tolerance.of(1, ("gradient", "layers.0.attention.wq.weight")))
@@ -136,8 +136,8 @@ def count_fsdp2() -> dict[str, Mapping[tuple[str, str], tuple[int, int]]]:
         )
         if name == "plain":
             sections["model"]["converters"] = []
-        configs.append(make_config(sections))
-    counted: list[list[tuple[list[Collective], int]]] = run_ranks(
+        configs.append(JobConfig.from_dict(sections))
+    counted: list[list[tuple[list[Collective], int]]] = spawn(
         count_plans, 2, configs, timeout_seconds=120
     )
     return {
@@ -177,7 +177,7 @@ def test_a_step_sends_what_the_note_says() -> None:
 def test_the_effective_plan_lists_the_layers_and_their_product() -> None:
     from titanlite.plan_row import PlanRow
 
-    (row,) = run_ranks(_float8_row, 1, debug_config(float8("rowwise"), plan(4)))
+    (row,) = spawn(_float8_row, 1, debug_config(float8("rowwise"), plan(4)))
     assert isinstance(row, PlanRow)
     assert (row.requested, row.active) == ("rowwise", "rowwise")
     assert row.note == (
@@ -200,7 +200,7 @@ def _float8_row(place: Any, config: Any) -> Any:
 def test_a_run_resumes_to_the_bit_and_goes_on_plain_and_back(tmp_path: Path) -> None:
     in_float8 = merged(float8(**PRECOMPUTED), plan(2, **{SHARD: 2}))
     plain = merged(in_float8, {"model": {"converters": []}})
-    whole, resumed, switched = run_ranks(
+    whole, resumed, switched = spawn(
         _train_in_parts,
         2,
         [

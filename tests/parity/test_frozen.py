@@ -10,7 +10,7 @@ import pytest
 import torch
 from training import DEBUG_JOB, merged
 
-from titanlite.config import JobConfig, make_config, resolve_job
+from titanlite.config import JobConfig, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.modules.shards import local_part
 from titanlite.ranks.hang_state import recorded_calls
@@ -34,7 +34,7 @@ PLANS = {
 def lora(plan: dict[str, Any], **sizes: Any) -> JobConfig:
     sections = {"model": {"name": "lora", "first_adapter": 2, **sizes}, "parallelism": plan}
     rest = {name: keys for name, keys in DEBUG_JOB.items() if name != "model"}
-    return make_config(merged(rest, LORA, sections))
+    return JobConfig.from_dict(merged(rest, LORA, sections))
 
 
 def train_and_look(world: World, config: JobConfig) -> dict[str, Any]:

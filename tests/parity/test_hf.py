@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.config import load_config, make_config
+from titanlite.config import JobConfig, parse_args
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.tools.verify.verify import Verifier
 
@@ -49,7 +49,7 @@ def transformers_verifier() -> Iterator[Verifier]:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 def test_llama_agrees(transformers_verifier: Verifier, plan: dict[str, int]) -> None:
-    found = transformers_verifier.verify(make_config(job("LlamaConfig", plan)), steps=2)
+    found = transformers_verifier.verify(JobConfig.from_dict(job("LlamaConfig", plan)), steps=2)
     assert found.agrees, found.findings
     assert 1e-6 / found.margin < 1e-12
 
@@ -57,7 +57,7 @@ def test_llama_agrees(transformers_verifier: Verifier, plan: dict[str, int]) -> 
 @pytest.mark.slow
 def test_tied_qwen3_with_norms_of_heads_agrees(transformers_verifier: Verifier) -> None:
     plan = PLANS["TP x FSDP"]
-    config = make_config(job("Qwen3Config", plan, head_dim=16, tie_word_embeddings=True))
+    config = JobConfig.from_dict(job("Qwen3Config", plan, head_dim=16, tie_word_embeddings=True))
     found = transformers_verifier.verify(config, steps=2)
     assert found.agrees, found.findings
     assert 1e-6 / found.margin < 1e-12
@@ -74,7 +74,7 @@ def test_other_families_agree(
 ) -> None:
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     found = transformers_verifier.verify(
-        make_config(job(config_class, PLANS[plan], **tokens)), steps=2
+        JobConfig.from_dict(job(config_class, PLANS[plan], **tokens)), steps=2
     )
     assert found.agrees, found.findings
     assert 1e-6 / found.margin < 1e-12
@@ -94,7 +94,7 @@ def test_tied_gpt2_agrees(transformers_verifier: Verifier, axes: tuple[str, ...]
     off = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     sections = job("GPT2Config", {f"{axis}_degree": 2 for axis in axes})
     sections["model"]["values"] = {**sizes, **off}
-    found = transformers_verifier.verify(make_config(sections), steps=2)
+    found = transformers_verifier.verify(JobConfig.from_dict(sections), steps=2)
     assert found.agrees, found.findings
 
 
@@ -122,7 +122,7 @@ def test_documents_agree(
         "seq_len": 64,
         "attend_across_documents": False,
     }
-    found = transformers_verifier.verify(make_config(sections), steps=2)
+    found = transformers_verifier.verify(JobConfig.from_dict(sections), steps=2)
     assert found.agrees, found.findings
     # GPT-2 is in float64 throughout, so the tolerance is 1e-11 there.
     assert config_class == "GPT2Config" or 1e-6 / found.margin < 1e-12
@@ -145,7 +145,7 @@ def test_a_table_of_styles_in_the_job_replaces_that_of_the_model(
         table = {**TABLE, **{f"layers.*.{k}": v for k, v in entries.items()}}
         table = {name: entry for name, entry in table.items() if entry}
         sections = job("LlamaConfig", {"tensor_parallel_degree": 2}, base_model_tp_plan=table)
-        return transformers_verifier.verify(make_config(sections), steps=2)
+        return transformers_verifier.verify(JobConfig.from_dict(sections), steps=2)
 
     assert verify().agrees
     found = verify(input_layernorm="replicated_with_grad_allreduce")
@@ -173,7 +173,7 @@ def test_the_page_shows_how_to_register_another_plan(
     sections["experimental"] = {"custom_import": "my_plan"}
     # Ranks of their own: a pool that runs already would not see the folder.
     with Verifier(timeout_seconds=200) as verifier:
-        error = str(verifier.verify(make_config(sections), steps=1).error)
+        error = str(verifier.verify(JobConfig.from_dict(sections), steps=1).error)
     assert '.0.mlp.c_proj (tensor-parallel plan: "transformer.h.*.mlp.c_proj": ColwiseConv' in error
     del sys.modules["my_plan"]
 
@@ -189,7 +189,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     def problems(plan: dict[str, int], config_class: str = "LlamaConfig", **values: Any) -> Any:
         with pytest.raises(ConfigError) as caught:
-            make_config(job(config_class, plan, **values))
+            JobConfig.from_dict(job(config_class, plan, **values))
         return caught.value.problems
 
     assert problems({}, "GPT2Config", resid_pdrop=0) == (
@@ -212,7 +212,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         "model.values: attention_dropout 0.1 differs between plans; set it to 0",
     )
     with pytest.raises(ConfigError) as caught:
-        load_config(["--model.name=hf", f"--model.path={tmp_path}"])
+        parse_args(["--model.name=hf", f"--model.path={tmp_path}"])
     assert caught.value.problems[0].startswith(f'model.path: "{tmp_path}" has no config.json')
 
 
@@ -267,7 +267,7 @@ def test_a_family_of_which_only_the_blocks_are_known_agrees(
 ) -> None:
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     values = {**tokens, "num_hidden_layers": 2, "dropout": 0.0, "attention_dropout": 0.0}
-    config = make_config(job("OPTConfig", {f"{axis}_degree": 2}, **values))
+    config = JobConfig.from_dict(job("OPTConfig", {f"{axis}_degree": 2}, **values))
     found = transformers_verifier.verify(config, steps=1)
     assert found.agrees, found.findings
 
@@ -327,11 +327,11 @@ def test_what_other_families_lack_is_one_line() -> None:
         ),
     ):
         with pytest.raises(ConfigError) as caught:
-            make_config(job(config_class, plan, **more, **values))
+            JobConfig.from_dict(job(config_class, plan, **more, **values))
         assert len(caught.value.problems) == 1, caught.value.problems
         assert caught.value.problems[0].startswith(said)
     for plan in ({"data_parallel_shard_degree": 2}, {"data_parallel_replicate_degree": 2}):
-        make_config(job("OPTConfig", plan, **more))
+        JobConfig.from_dict(job("OPTConfig", plan, **more))
 
 
 def test_wrong_tables_of_styles_are_one_line() -> None:
@@ -339,7 +339,9 @@ def test_wrong_tables_of_styles_are_one_line() -> None:
 
     def said(table: Any, config_class: str = "LlamaConfig") -> str:
         with pytest.raises(ConfigError) as caught:
-            make_config(job(config_class, {"tensor_parallel_degree": 2}, base_model_tp_plan=table))
+            JobConfig.from_dict(
+                job(config_class, {"tensor_parallel_degree": 2}, base_model_tp_plan=table)
+            )
         return caught.value.problems[0]
 
     assert said({**TABLE, "layers.*.mlp.down": "rowwise"}) == (
@@ -359,7 +361,7 @@ def test_without_transformers_one_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr("titanlite.models.hf.config.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
-        make_config(job("LlamaConfig", {}))
+        JobConfig.from_dict(job("LlamaConfig", {}))
     assert caught.value.problems == (
         'model.name: "hf" needs transformers; install titanlite[hf], or another model',
     )

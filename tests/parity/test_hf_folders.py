@@ -20,12 +20,12 @@ from torch import Tensor
 import titanlite
 from titanlite import cli
 from titanlite.checkpoint.run import Checkpoints
-from titanlite.config import JobConfig, make_config
+from titanlite.config import JobConfig
 from titanlite.errors import TitanliteError
 from titanlite.job import Job
 from titanlite.modules.batch import call_model
 from titanlite.modules.shards import whole_tensor
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.ranks.world import World, open_world
 from titanlite.registry import MODELS
 from titanlite.tools.sample.choice import Choice
@@ -155,7 +155,7 @@ TP_FSDP = {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}
 
 def config_of(model: dict[str, Any], folder: Path, plan: dict[str, Any], **keys: Any) -> JobConfig:
     checkpoint = {"enable": True, "initial_load_in_hf": True, "last_save_in_hf": True}
-    return make_config(
+    return JobConfig.from_dict(
         {
             "job": {"dump_folder": str(folder)},
             "model": model,
@@ -241,7 +241,7 @@ def test_transformers_folder_is_read_and_written_under_a_plan(
     assert len(list(source.glob("model-*.safetensors"))) > 2
     model = {"name": "hf", "path": str(source)}
     config = config_of(model, tmp_path, TP_FSDP, initial_load_path=str(source))
-    for before, after in run_ranks(train, 4, config, plain_model, source):
+    for before, after in spawn(train, 4, config, plain_model, source):
         assert before < 1e-5
         assert after < 1e-5
     saved = tmp_path / "checkpoint" / "step-2"
@@ -256,7 +256,7 @@ def test_transformers_folder_is_read_and_written_under_a_plan(
             initial_load_path=str(saved),
             initial_load_in_hf=in_hf,
         )
-        for before, after in run_ranks(train, 2, again, plain_model, saved):
+        for before, after in spawn(train, 2, again, plain_model, saved):
             assert before < 1e-5
             assert after < 1e-5
 
@@ -276,7 +276,7 @@ def test_stages_of_a_tied_model_read_and_write_the_same_folder(tmp_path: Path, n
     model = OWN["gpt2"][0] if name == "gpt2" else {"name": "hf", "path": str(source)}
     plan = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}
     config = config_of(model, tmp_path, plan, initial_load_path=str(source))
-    run_ranks(load_and_save, 4, config)
+    spawn(load_and_save, 4, config)
     found = dict(plain_model(tmp_path / "checkpoint" / "step-2").named_parameters())
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
@@ -302,8 +302,8 @@ def test_the_loop_of_the_page_does_as_one_process(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(# hf_loop.py\n.*?)```", text, re.DOTALL)
     (tmp_path / "hf_loop.py").write_text(code)
     tokens = torch.randint(17, (2, 64), generator=torch.Generator().manual_seed(1))
-    (alone,) = run_ranks(page, 1, tmp_path, source, tokens)
-    assert run_ranks(page, 2, tmp_path, source, tokens) == pytest.approx([alone] * 2, rel=1e-5)
+    (alone,) = spawn(page, 1, tmp_path, source, tokens)
+    assert spawn(page, 2, tmp_path, source, tokens) == pytest.approx([alone] * 2, rel=1e-5)
     one, two = (dict(plain_model(tmp_path / f"out-{n}").named_parameters()) for n in (1, 2))
     before = dict(plain_model(source).named_parameters())
     for name, weight in one.items():
@@ -319,7 +319,7 @@ def test_own_model_reads_and_writes_folders_of_transformers(tmp_path: Path, name
     weights = save_random(source, config_class, sizes)
     plan = {**TP_FSDP, "expert_parallel_degree": 2} if "moe_num_experts" in model else TP_FSDP
     config = config_of(model, tmp_path, plan, initial_load_path=str(source))
-    for before, after in run_ranks(train, 4, config, plain_model, source):
+    for before, after in spawn(train, 4, config, plain_model, source):
         assert before < 1e-5
         assert after < 1e-5
     saved = tmp_path / "checkpoint" / "step-2"
@@ -338,14 +338,14 @@ def test_experts_of_transformers_are_read_and_written(tmp_path: Path, name: str)
     source, out = tmp_path / "source", tmp_path / "out"
     save_random(source, config_class, sizes)
     own = own_model(model)
-    titanlite.load_weights(own, source)
+    titanlite.load_hf(own, source)
     tokens = torch.randint(17, (4, 32), generator=torch.Generator().manual_seed(1))
     theirs = plain_model(source)
     with torch.no_grad():
         difference = (own(tokens) - theirs(tokens).logits).abs().max()
     assert difference < 1e-5
     # All tensors are written as they were, the bias included, from the model and by convert.
-    titanlite.export(own, out)
+    titanlite.save_hf(own, out)
     assert command("convert", source, "--model", "llama3", "--out", tmp_path / "step-0") == 0
     assert command("convert", tmp_path / "step-0", "--out", tmp_path / "back") == 0
     wanted = load_file(source / "model.safetensors")
@@ -380,17 +380,17 @@ def test_a_model_by_hand_is_exported_and_loaded(tmp_path: Path) -> None:
     weights = save_random(source, "Qwen3Config")
     model = plain_model(source)
     model.load_state_dict({name: torch.zeros_like(w) for name, w in model.state_dict().items()})
-    titanlite.load_weights(model, source)
+    titanlite.load_hf(model, source)
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
-    titanlite.export(model, out, like=source, shard_bytes=40_000)
+    titanlite.save_hf(model, out, like=source, shard_bytes=40_000)
     assert len(list(out.glob("*.safetensors"))) > 2
     assert (out / "tokenizer.json").is_file()
     found = dict(plain_model(out).named_parameters())
     assert all(torch.equal(p, found[name]) for name, p in weights.items())
     with pytest.raises(TitanliteError, match="exists already; give another name"):
-        titanlite.export(model, out)
+        titanlite.save_hf(model, out)
     with pytest.raises(TitanliteError, match="Linear has no Hugging Face format"):
-        titanlite.export(torch.nn.Linear(2, 2), tmp_path / "none")
+        titanlite.save_hf(torch.nn.Linear(2, 2), tmp_path / "none")
 
 
 @pytest.mark.parametrize("config_class", ["LlamaConfig", "GPT2Config"])
@@ -434,7 +434,7 @@ def test_greedy_sampling_is_that_of_transformers(tmp_path: Path, name: str) -> N
             parameter.data.normal_(0, 0.3)  # logits far apart, so that no two nearly tie
     theirs.save_pretrained(tmp_path / "theirs")
     own = own_model(sizes)
-    titanlite.load_weights(own, tmp_path / "theirs")
+    titanlite.load_hf(own, tmp_path / "theirs")
     prompts = torch.randint(16, (3, 5))
     expected = theirs.generate(
         prompts, do_sample=False, max_length=40, eos_token_id=None, pad_token_id=16

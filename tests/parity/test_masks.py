@@ -6,7 +6,7 @@ import pytest
 from training import Training, debug_config, differences
 
 from titanlite.config import JobConfig, resolve_job
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 
 BATCH = 8
 PLANS: dict[str, dict] = {
@@ -64,8 +64,8 @@ def trained() -> dict[str, Training]:
     jobs.append(
         debug_config({"parallelism": PLANS["fsdp4"]}, {"training": {"local_batch_size": 1}})
     )
-    results = run_ranks(train_masked, 4, jobs, timeout_seconds=120)[0]
-    reference = run_ranks(train_masked, 1, [debug_config()], timeout_seconds=120)[0]
+    results = spawn(train_masked, 4, jobs, timeout_seconds=120)[0]
+    reference = spawn(train_masked, 1, [debug_config()], timeout_seconds=120)[0]
     names = [*PLANS, "fsdp4 in two microbatches", "reference"]
     return dict(zip(names, results + reference, strict=True))
 

@@ -11,7 +11,7 @@ from training import debug_config
 
 from titanlite.config import JobConfig, resolve_job
 from titanlite.errors import NonFiniteError
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.training.non_finite import Findings, Sighting, describe
 
 BAD_RANK = 2
@@ -116,7 +116,7 @@ def take_bad_steps(place: Place, cases: list[tuple[str, JobConfig]]) -> list[tup
 
 def check(cases: dict[str, Case]) -> None:
     jobs = [(kind, debug_config(sections)) for kind, sections, _ in cases.values()]
-    by_rank = run_ranks(take_bad_steps, 4, jobs, timeout_seconds=240)
+    by_rank = spawn(take_bad_steps, 4, jobs, timeout_seconds=240)
     for index, (name, (kind, _, place)) in enumerate(cases.items()):
         texts = {rank[index][0] for rank in by_rank}
         assert len(texts) == 1, f"{name}: every rank says the same"

@@ -9,7 +9,7 @@ from training import debug_config
 
 from titanlite.config import JobConfig, resolve_job
 from titanlite.errors import OrderError
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 
 BAD_RANK = 2
 DEBUG = {"comm": {"mode": "debug"}}
@@ -85,7 +85,7 @@ def step_in_debug_mode(place: Place, configs: list[JobConfig]) -> list[str]:
 @pytest.mark.parametrize("plans", [QUICK, pytest.param(list(PLANS), marks=pytest.mark.slow)])
 def test_no_plan_is_accused_and_a_swap_is_named(plans):
     configs = [debug_config(PLANS[name], DEBUG) for name in plans]
-    by_rank = run_ranks(step_in_debug_mode, 4, configs, timeout_seconds=120)
+    by_rank = spawn(step_in_debug_mode, 4, configs, timeout_seconds=120)
     (text,) = by_rank[0]
     assert all(said == [text] for said in by_rank)
     assert text.startswith(f"rank {BAD_RANK}: at collective ")

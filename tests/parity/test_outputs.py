@@ -11,7 +11,7 @@ from plans import config_of
 from titanlite.config import JobConfig, override, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.observe.metrics import FILE_NAME, MetricsLog, read_metrics
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 
 
 def config(folder: Path, steps: int, **keys: object) -> JobConfig:
@@ -52,7 +52,7 @@ def steps_of(path: Path) -> list[int]:
 def test_runs_in_one_folder(tmp_path):
     folder = tmp_path / "out"
     alone = {"checkpoint__enable": False}
-    first, guest, beside, new, finished = run_ranks(
+    first, guest, beside, new, finished = spawn(
         say_what_happens,
         1,
         [

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.config import ResolvedJob, load_config, make_config
+from titanlite.config import JobConfig, ResolvedJob, parse_args
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.models.build import build_model, initial_model
 from titanlite.models.spec import ModelSpec
 from titanlite.modules.batch import call_model, check_forward, make_batch, set_call
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.register import register_loss
 from titanlite.registry import LOSSES
 from titanlite.start import check_start
@@ -51,7 +51,7 @@ def test_the_page_verifies_under_every_plan(vit: Path) -> None:
     with Verifier(timeout_seconds=120) as verifier:
         for name, plan in PLANS.items():
             options = [f"--parallelism.{key}={degree}" for key, degree in plan.items()]
-            config = load_config([f"--job.config_file={vit / 'vit.toml'}", *options])
+            config = parse_args([f"--job.config_file={vit / 'vit.toml'}", *options])
             found = verifier.verify(config, steps=2, reloads=name == "TP x FSDP")
             assert found.agrees, (name, found.findings)
 
@@ -59,7 +59,7 @@ def test_the_page_verifies_under_every_plan(vit: Path) -> None:
 def test_a_sample_of_other_fields_is_one_line(vit: Path) -> None:
     init = vit / "vit/__init__.py"
     init.write_text(init.read_text().replace('"targets": None', '"label": None'))
-    config = load_config([f"--job.config_file={vit / 'vit.toml'}"])
+    config = parse_args([f"--job.config_file={vit / 'vit.toml'}"])
     with Verifier(timeout_seconds=120) as verifier, pytest.raises(Exception) as caught:
         verifier.verify(config, steps=1)
     assert (
@@ -145,13 +145,13 @@ def test_inputs_that_do_not_exist_are_refused() -> None:
 
 def test_a_loss_is_chosen_by_name() -> None:
     with pytest.raises(ConfigError) as caught:
-        make_config({"training": {"loss": "own"}})
+        JobConfig.from_dict({"training": {"loss": "own"}})
     assert caught.value.problems == (
         'training.loss: no loss "own" is registered; remove this key, or set '
         "experimental.custom_import to a module that calls titanlite.register_loss",
     )
     register_loss("own", "titanlite.training.loss:next_token_loss")
-    assert make_config({"training": {"loss": "own"}}).training.loss == "own"
+    assert JobConfig.from_dict({"training": {"loss": "own"}}).training.loss == "own"
     with pytest.raises(ValueError, match="already registered"):
         register_loss("own", "another:function")
     assert load_loss(LOSSES["own"]).total.__name__ == "next_token_loss"
@@ -168,11 +168,11 @@ def test_an_error_in_the_initial_values_is_reported_as_it_is(vit: Path) -> None:
         + "    return torch.empty(1, 1, 64)\n"
     )
     option = "--parallelism.data_parallel_shard_degree=2"
-    start = check_start(load_config([f"--job.config_file={vit / 'vit.toml'}", option]))
+    start = check_start(parse_args([f"--job.config_file={vit / 'vit.toml'}", option]))
     with pytest.raises(
         ConfigError, match=r"vit fails with ZeroDivisionError: no such noise \(model"
     ):
-        run_ranks(build_on_rank, 2, start.job, timeout_seconds=100)
+        spawn(build_on_rank, 2, start.job, timeout_seconds=100)
 
 
 def build_on_rank(place: Place, resolved: ResolvedJob) -> None:

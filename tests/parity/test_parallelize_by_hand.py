@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 
 # torch is imported by the functions that run on ranks, as in any program that starts some.
 
 
 def on_ranks(function: Callable, num_ranks: int = 4) -> list:
-    return run_ranks(_in_world, num_ranks, function, timeout_seconds=120)
+    return spawn(_in_world, num_ranks, function, timeout_seconds=120)
 
 
 def _in_world(place: Place, function: Callable):
@@ -103,7 +103,7 @@ def styles_with_biases(world, is_rounded=False, by_keyword=False, rings=False, i
     from titanlite.modules.shards import whole_tensor
     from titanlite.parallelize import apply_tp
     from titanlite.parallelize.tensor_parallel.styles import GatherColwise, NormLocal, RowwiseLocal
-    from titanlite.training.gradient_norm import reduce_partial_gradients
+    from titanlite.training.norm import reduce_partial_gradients
 
     class Block(nn.Module):
         def __init__(self):
@@ -167,13 +167,11 @@ def styles_with_biases(world, is_rounded=False, by_keyword=False, rings=False, i
 
 
 def test_local_styles_equal_the_plain_module():
-    assert (
-        run_ranks(_in_world_with, 4, styles_with_biases, False, timeout_seconds=120) == [True] * 4
-    )
+    assert spawn(_in_world_with, 4, styles_with_biases, False, timeout_seconds=120) == [True] * 4
 
 
 def test_local_styles_multiply_as_a_layer_of_its_own_product_does():
-    assert run_ranks(_in_world_with, 4, styles_with_biases, True, timeout_seconds=120) == [True] * 4
+    assert spawn(_in_world_with, 4, styles_with_biases, True, timeout_seconds=120) == [True] * 4
 
 
 def styles_by_keyword(world):
@@ -223,7 +221,7 @@ def vocabulary_by_hand(world):
     from titanlite.modules.shards import whole_tensor
     from titanlite.parallelize import apply_tp
     from titanlite.parallelize.tensor_parallel.styles import EmbeddingRowwise
-    from titanlite.training.gradient_norm import reduce_partial_gradients
+    from titanlite.training.norm import reduce_partial_gradients
 
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
     reports = []
@@ -414,7 +412,7 @@ def tied_by_hand(world):
 
     from titanlite.modules.shards import whole_tensor
     from titanlite.parallelize import ParallelPlan, apply_ac, apply_ddp, apply_fsdp, apply_tp
-    from titanlite.training.gradient_norm import gradient_norm
+    from titanlite.training.norm import gradient_norm
 
     class Model(nn.Module):
         def __init__(self):
@@ -448,7 +446,7 @@ def tied_by_hand(world):
     units = []
 
     def fsdp(model, plan, **options):
-        units.append(apply_fsdp(model, mesh["dp_shard"], plan=plan, **options))
+        units.append(apply_fsdp(model, mesh["dp_shard"], plan=plan, **options).num_units)
 
     for steps, batch, world_mesh in (
         ([lambda m: apply_tp(m, mesh["tp"], styles)], tokens, mesh),
@@ -498,7 +496,7 @@ def tied_stages_by_hand(world):
     from titanlite.modules.tied import find_tied
     from titanlite.parallelize import PipelineRunner, split_model
     from titanlite.schedule import make_schedule
-    from titanlite.training.initialize import initialize
+    from titanlite.training.initial_weights import initialize
 
     class Model(nn.Module):
         def __init__(self):
@@ -643,7 +641,7 @@ def norm_and_clip(world):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from titanlite.modules.shards import whole_tensor
-    from titanlite.training.gradient_norm import clip_gradients, gradient_norm
+    from titanlite.training.norm import clip_gradients, gradient_norm
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     parameters, fulls = [], []
@@ -731,5 +729,5 @@ def test_the_snippet_of_the_readme_runs_as_it_stands_there():
     start = r"steps\s+work on any model:\n\n```python\n"
     (snippet,) = re.findall(rf"{start}(.*?)```", text, re.S)
     assert "apply_ac" in snippet
-    names = run_ranks(_in_world_with, 4, readme_snippet, snippet, timeout_seconds=120)[0]
+    names = spawn(_in_world_with, 4, readme_snippet, snippet, timeout_seconds=120)[0]
     assert len(names) == 6

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 from training import debug_config, differences, train
 
-from titanlite.config import load_config
+from titanlite.config import parse_args
 from titanlite.config.document import format_config
 from titanlite.errors import ConfigError, RankError
 from titanlite.tools.verify.verify import Verifier
@@ -57,7 +57,7 @@ def test_one_group_for_each_rule() -> None:
 
 
 def test_the_keys_are_read_and_shown(tmp_path: Path) -> None:
-    config = load_config(
+    config = parse_args(
         [
             "--optimizer.no_weight_decay=*norm*,*.bias",
             '--optimizer.lr_multipliers={ "output.*" = 0.5, "output.weight" = 2 }',
@@ -65,11 +65,11 @@ def test_the_keys_are_read_and_shown(tmp_path: Path) -> None:
     )
     path = tmp_path / "job.toml"
     path.write_text(format_config(config))
-    again = load_config([f"--job.config_file={path}"]).optimizer
+    again = parse_args([f"--job.config_file={path}"]).optimizer
     assert again == config.optimizer
     assert again.lr_multipliers == {"output.*": 0.5, "output.weight": 2.0}
     with pytest.raises(ConfigError) as caught:
-        load_config(['--optimizer.lr_multipliers={ "output.*" = 0 }'])
+        parse_args(['--optimizer.lr_multipliers={ "output.*" = 0 }'])
     assert caught.value.problems == (
         "optimizer.lr_multipliers: 0 is invalid: input should be greater than 0; give a table from "
         'quoted patterns to numbers above 0, such as { "output.*" = 0.5 }',

@@ -10,7 +10,7 @@ import pytest
 from training import FEW_STEPS, STEPS, Sections, Training, debug_config, differences, train
 
 from titanlite.config import JobConfig, resolve_job
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.schedule import make_schedule, walk, write_csv
 from titanlite.schedule.timeline import GATHER, RECEIVE, REDUCE, SEND_TO, WORK
 
@@ -217,8 +217,8 @@ def _observe(place: Place, configs: list[JobConfig]) -> list[dict[str, Any]]:
 def test_what_runs_is_the_schedule_and_evaluation_and_sampling_are_as_without_one() -> None:
     more: Sections = {"validation": {"enable": True, "steps": 2, "local_batch_size": 4}}
     configs = [debug_config(JOB, more, pipelined(name)) for name in SCHEDULES]
-    ((single,),) = run_ranks(_observe, 1, [debug_config(JOB, more)])
-    of_ranks = run_ranks(_observe, 2, configs, timeout_seconds=200)
+    ((single,),) = spawn(_observe, 1, [debug_config(JOB, more)])
+    of_ranks = spawn(_observe, 2, configs, timeout_seconds=200)
     for rank, of_rank in enumerate(of_ranks):
         for found in of_rank:
             table = found["table"]
@@ -265,7 +265,7 @@ def _draw(place: Place, config: JobConfig) -> list[Any]:
 def test_every_rank_has_its_row_its_name_and_what_it_sent(name: str) -> None:
     small: Sections = {"parallelism": {"tensor_parallel_degree": 2}, "model": {"num_layers": 4}}
     config = debug_config(JOB, pipelined(name, microbatch_size=2), small)
-    of_ranks = run_ranks(_draw, 4, config, timeout_seconds=200)
+    of_ranks = spawn(_draw, 4, config, timeout_seconds=200)
     timeline, _, _, table = of_ranks[0]
     assert timeline.rows == [
         "rank 0 (pp 0, tp 0)",

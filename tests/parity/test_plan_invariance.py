@@ -16,7 +16,7 @@ from training import (
     train,
 )
 
-from titanlite.config import JobConfig, load_config
+from titanlite.config import JobConfig, parse_args
 from titanlite.tools.verify.covering import Choice, cover_pairs, pairs
 from titanlite.tools.verify.shrink import shrink
 from titanlite.tools.verify.verify import Verifier
@@ -173,7 +173,7 @@ def test_every_shipped_plan(verifier: Verifier, path: Path, steps: int):
     changes = ["--training.dataset=synthetic", "--training.dataset_path=none"]
     if "pydoc" in path.read_text():
         changes = []
-    config = load_config([f"--job.config_file={path}", *changes, "--compile.backend=aot_eager"])
+    config = parse_args([f"--job.config_file={path}", *changes, "--compile.backend=aot_eager"])
     small, _ = shrink(config)
     found = verifier.verify(small, steps=steps)
     assert found.agrees, found.findings

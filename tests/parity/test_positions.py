@@ -8,15 +8,15 @@ import pytest
 from training import (
     DEBUG_JOB,
     FEW_STEPS,
+    JobConfig,
     Sections,
     Training,
     differences,
-    make_config,
     merged,
     train,
 )
 
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 
 TOLERANCE = 1e-11
 JOB: Sections = {
@@ -49,7 +49,7 @@ MORE_ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
 def config(name: str, plan: dict[str, Any]) -> Any:
     sections = merged(DEBUG_JOB, JOB, {"parallelism": plan})
     sections["model"] = {"name": name, "flavor": "small"}
-    return make_config(sections)
+    return JobConfig.from_dict(sections)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,6 @@ def step_with_positions_of_each_sequence(place: Place) -> tuple[Any, Any]:
 
 
 def test_positions_may_differ_from_sequence_to_sequence():
-    counts = run_ranks(step_with_positions_of_each_sequence, 2, timeout_seconds=120)
+    counts = spawn(step_with_positions_of_each_sequence, 2, timeout_seconds=120)
     assert [has_logits for _, has_logits in counts] == [False, True]
     assert sum(count for count, _ in counts) == 3 + 4 * 8

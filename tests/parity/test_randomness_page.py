@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from titanlite.config import JobConfig, load_config, resolve_job
+from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.ranks.world import World
 from titanlite.tools.verify.verify import Verifier
@@ -67,7 +67,7 @@ def verifier(folder: Path) -> Iterator[Verifier]:
 
 def config(folder: Path, *options: str) -> JobConfig:
     forget()
-    return load_config([f"--job.config_file={folder / 'dit.toml'}", *SMALL, *options])
+    return parse_args([f"--job.config_file={folder / 'dit.toml'}", *SMALL, *options])
 
 
 @pytest.mark.parametrize("options", [(FSDP,), (TP,), (PP,), (FSDP, *FIELDS)])
@@ -84,7 +84,7 @@ def test_verify_names_the_module_that_is_random(folder: Path, verifier: Verifier
     assert (
         "so the model is random: blocks.*.norm2.* (Dropout) draws from torch's own generators; set "
         "dropout to 0 to verify, or draw what depends on the sample alone, by "
-        "titanlite.TokenDropout and titanlite.keyed_normal (docs/randomness.md)"
+        "TokenDropout and keyed_normal of titanlite.modules (docs/randomness.md)"
     ) in str(caught.value)
 
 

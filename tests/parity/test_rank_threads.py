@@ -15,7 +15,7 @@ from plans import merged
 
 import titanlite
 from titanlite import cli
-from titanlite.config import make_config
+from titanlite.config import JobConfig
 from titanlite.errors import ConfigError
 from titanlite.ranks import machine
 from titanlite.ranks.launch import Place
@@ -38,7 +38,7 @@ PLANS = {
 }
 
 
-def train(folder: Path, plan: str, *more: dict[str, Any]) -> titanlite.TrainResult:
+def train(folder: Path, plan: str, *more: dict[str, Any]) -> titanlite.callbacks.TrainResult:
     job = {"job": {"dump_folder": str(folder)}, "parallelism": PLANS[plan]}
     return titanlite.train(merged(TINY, job, *more))
 
@@ -64,7 +64,7 @@ def test_a_run_resumes_in_the_other_world(tmp_path: Path) -> None:
 
 
 def test_a_bug_on_one_rank_has_the_same_cause(breaks_rank_3: Callable[[], Any]) -> None:
-    job = make_config(merged(TINY, {"parallelism": PLANS["TP, FSDP"]}))
+    job = JobConfig.from_dict(merged(TINY, {"parallelism": PLANS["TP, FSDP"]}))
     found = {}
     for threads in (True, False):
         with Verifier(timeout_seconds=100, threads=threads) as verifier:
@@ -200,7 +200,7 @@ def test_a_rank_error_has_the_frames_of_its_rank() -> None:
             raise ValueError("broken")
 
     with pytest.raises(titanlite.RankError) as caught:
-        titanlite.run_ranks(fails, 2, threads=True)
+        titanlite.spawn(fails, 2, threads=True)
     assert isinstance(caught.value.__cause__, ValueError)
     assert traceback.extract_tb(caught.value.__cause__.__traceback__)[-1].name == "fails"
 

@@ -7,7 +7,7 @@ import pytest
 
 from titanlite.modules.attention import LAYOUTS
 from titanlite.parallelize.context_parallel.rotation import ROTATE_METHODS
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 
 TIMEOUT_SECONDS = 120
 
@@ -99,7 +99,7 @@ def test_against_full_attention(num_ranks):
         )
     ]
     limits = {torch.float64: 1e-13, torch.float32: 2e-6}
-    for errors in run_ranks(ring_errors, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS):
+    for errors in spawn(ring_errors, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS):
         for case, of_tensors in zip(cases, errors, strict=True):
             for what, (error, magnitude, _) in zip(
                 ("out", "dq", "dk", "dv"), of_tensors, strict=True
@@ -115,7 +115,7 @@ def test_triangles_cut_for_the_kernel():
         (layout, "alltoall", True, 2, 1, 600, dtype)
         for layout, dtype in product(LAYOUTS, (torch.float64, torch.float32))
     ]
-    for errors in run_ranks(ring_errors, 2, cases, timeout_seconds=TIMEOUT_SECONDS):
+    for errors in spawn(ring_errors, 2, cases, timeout_seconds=TIMEOUT_SECONDS):
         for case, of_tensors in zip(cases, errors, strict=True):
             limit = 1e-13 if case[-1] == torch.float64 else 2e-6
             assert all(error <= limit * magnitude for error, magnitude, _ in of_tensors), case
@@ -126,7 +126,7 @@ def test_bfloat16_is_as_exact_as_plain_bfloat16(rotate_method):
     import torch
 
     cases = [(layout, rotate_method, True, 2, 1, 96, torch.bfloat16) for layout in LAYOUTS]
-    per_rank = run_ranks(ring_errors, 4, cases, timeout_seconds=TIMEOUT_SECONDS)
+    per_rank = spawn(ring_errors, 4, cases, timeout_seconds=TIMEOUT_SECONDS)
     *qkv, grad_out = full_tensors(4, 96, torch.bfloat16, 2, 1)
     tensors = (*qkv, mask_loss(grad_out))
     exact = with_gradients(plain(True, 2), *(part.double() for part in tensors))
@@ -215,7 +215,7 @@ def test_documents_do_not_see_each_other(num_ranks):
         for dtype in (torch.float64, torch.float32)[: 2 if of == lengths["short"] else 1]
     ]
     limits = {torch.float64: 1e-13, torch.float32: 3e-6}
-    for of_rank in run_ranks(document_errors, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS):
+    for of_rank in spawn(document_errors, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS):
         for case, (errors, parts) in zip(cases, of_rank, strict=True):
             assert max(errors) <= limits[case[-1]], case
             if case[4] == lengths["one"]:
@@ -227,7 +227,7 @@ def test_only_parts_with_a_document_in_common_are_computed():
 
     def parts(layout, lengths, num_ranks=4):
         cases = [(layout, "alltoall", True, 4, lengths, torch.float64)]
-        found = run_ranks(document_errors, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS)
+        found = spawn(document_errors, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS)
         assert max(max(of_rank[0][0]) for of_rank in found) <= 1e-13
         return [of_rank[0][1] for of_rank in found]
 
@@ -249,7 +249,7 @@ def test_documents_in_triangles_cut_for_the_kernel():
         (layout, "alltoall", True, 2, [[700, 90, 410], [1199, 1]], torch.float64)
         for layout in LAYOUTS
     ]
-    for of_rank in run_ranks(document_errors, 2, cases, timeout_seconds=TIMEOUT_SECONDS):
+    for of_rank in spawn(document_errors, 2, cases, timeout_seconds=TIMEOUT_SECONDS):
         for case, (errors, _) in zip(cases, of_rank, strict=True):
             assert max(errors) <= 1e-13, case
 
@@ -276,7 +276,7 @@ def mesh_axis_errors(place: Place) -> list[float]:
 
 
 def test_on_one_axis_of_a_mesh():
-    for errors in run_ranks(mesh_axis_errors, 4, timeout_seconds=TIMEOUT_SECONDS):
+    for errors in spawn(mesh_axis_errors, 4, timeout_seconds=TIMEOUT_SECONDS):
         assert max(errors) <= 1e-13
 
 
@@ -308,7 +308,7 @@ def unusual_errors(place: Place) -> list[float]:
 
 
 def test_unusual_strides_and_enormous_scores():
-    for plain_out, plain_dq, enormous_out, enormous_dq in run_ranks(
+    for plain_out, plain_dq, enormous_out, enormous_dq in spawn(
         unusual_errors, 2, timeout_seconds=TIMEOUT_SECONDS
     ):
         assert max(plain_out, plain_dq) <= 1e-13
@@ -337,7 +337,7 @@ def counted_flops(place: Place) -> int:
 def test_flop_counter_sees_the_operator():
     # 2 + 5 matrix products for batch 2, 4 heads of 8, 6 queries, and the 12 keys of both ranks.
     product_flops = 2 * (2 * 4 * 8) * 6 * 12
-    assert run_ranks(counted_flops, 2, timeout_seconds=TIMEOUT_SECONDS) == [7 * product_flops] * 2
+    assert spawn(counted_flops, 2, timeout_seconds=TIMEOUT_SECONDS) == [7 * product_flops] * 2
 
 
 def counted_bytes(place: Place, cases: list[tuple]) -> list[tuple[int, int]]:
@@ -376,7 +376,7 @@ def test_bytes_counted_where_they_are_sent(num_ranks):
     from titanlite.modules.attention import make_layout
 
     cases = list(product(LAYOUTS, (True, False), (torch.float32, torch.bfloat16)))
-    per_rank = run_ranks(counted_bytes, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS)
+    per_rank = spawn(counted_bytes, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS)
     for number, (name, causal, dtype) in enumerate(cases):
         # 2 tensors of [batch 2, 8 keys, 2 heads of 16].
         key_elements = 2 * 2 * 2 * 16
@@ -428,10 +428,10 @@ def saved_bytes(place: Place, num_tokens: int, cases: list[tuple[str, str]]) -> 
 
 def test_saved_activations_fall_as_the_number_of_ranks():
     cases = list(product(LAYOUTS, ROTATE_METHODS))
-    [whole] = run_ranks(saved_bytes, 1, 128, cases, timeout_seconds=TIMEOUT_SECONDS)
+    [whole] = spawn(saved_bytes, 1, 128, cases, timeout_seconds=TIMEOUT_SECONDS)
     # Per token, q, k, v and out have 32 floats each, and lse has one for each of 4 heads.
     assert whole == [128 * (4 * 32 + 4) * 4] * len(cases)
-    parts = run_ranks(saved_bytes, 4, 128, cases, timeout_seconds=TIMEOUT_SECONDS)
+    parts = spawn(saved_bytes, 4, 128, cases, timeout_seconds=TIMEOUT_SECONDS)
     assert parts == [[whole_bytes // 4 for whole_bytes in whole]] * 4
 
 
@@ -519,7 +519,7 @@ def wrapped_errors(place: Place, wrapping: str) -> tuple[float, int]:
     ],
 )
 def test_inside_checkpointing_and_compilation(wrapping, num_forward):
-    for error, posts in run_ranks(wrapped_errors, 2, wrapping, timeout_seconds=TIMEOUT_SECONDS):
+    for error, posts in spawn(wrapped_errors, 2, wrapping, timeout_seconds=TIMEOUT_SECONDS):
         assert error <= 1e-13
         # With two ranks, each pass has one hop; in the backward pass the gradient follows.
         assert posts == num_forward + 2
@@ -576,7 +576,7 @@ def check_operator(place: Place, rotate_method: str) -> None:
 
 @pytest.mark.parametrize("rotate_method", ROTATE_METHODS)
 def test_operator_keeps_the_rules_of_custom_operators(rotate_method):
-    run_ranks(check_operator, 2, rotate_method, timeout_seconds=TIMEOUT_SECONDS)
+    spawn(check_operator, 2, rotate_method, timeout_seconds=TIMEOUT_SECONDS)
 
 
 MISTAKES = {
@@ -624,7 +624,7 @@ def call_badly(place: Place) -> dict[str, str]:
 
 
 def test_mistakes_get_one_clear_line():
-    for answers in run_ranks(call_badly, 2, timeout_seconds=TIMEOUT_SECONDS):
+    for answers in spawn(call_badly, 2, timeout_seconds=TIMEOUT_SECONDS):
         assert answers.keys() == MISTAKES.keys()
         for mistake, message in MISTAKES.items():
             assert message in answers[mistake]

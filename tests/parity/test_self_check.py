@@ -16,7 +16,7 @@ from titanlite.errors import TitanliteError
 from titanlite.job import Job, build_job
 from titanlite.modules.shards import local_part
 from titanlite.observe.metrics import read_metrics
-from titanlite.ranks.launch import run_ranks
+from titanlite.ranks.launch import spawn
 from titanlite.ranks.world import World
 from titanlite.run import train_on_rank
 from titanlite.self_check import check_copies
@@ -145,7 +145,7 @@ def run(folder: Path, job_config: JobConfig, **changes: Any) -> Any:
         values.setdefault(section, {}).update(keys)
     changed = type(job_config).model_validate(values)
     resolved = resolve_job(changed)
-    return run_ranks(train_on_rank, 2, resolved, "cpu", timeout_seconds=100)[0]
+    return spawn(train_on_rank, 2, resolved, "cpu", timeout_seconds=100)[0]
 
 
 def test_the_key_turns_it_off(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from training import debug_config
 
 from titanlite.config import JobConfig, resolve_job
 from titanlite.errors import RankError
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 
 TIMEOUT_SECONDS = 2
 BAD_RANK = 1
@@ -57,7 +57,7 @@ def test_the_rank_whose_message_is_missing_is_named(plan):
     parallelism, axis, site = PLANS[plan]
     config = debug_config({"parallelism": parallelism})
     with pytest.raises(RankError) as raised:
-        run_ranks(fall_asleep_in_a_block, 2, config, timeout_seconds=60)
+        spawn(fall_asleep_in_a_block, 2, config, timeout_seconds=60)
     said = f"{raised.value.rank_traceback}\n{raised.value}"
     assert raised.value.rank == BAD_RANK, said
     headline = (

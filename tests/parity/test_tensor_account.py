@@ -16,7 +16,6 @@ from titanlite.cli import main
 from titanlite.config import (
     JobConfig,
     load_model_spec,
-    make_config,
     make_model_config,
     resolve_job,
 )
@@ -30,7 +29,7 @@ from titanlite.parallelize import apply_ep, apply_fsdp, apply_tp
 from titanlite.ranks.world import World
 from titanlite.tools.sample.generate import sample_sequences, whole_model
 from titanlite.tools.verify.verify import Verifier
-from titanlite.training.initialize import initialize
+from titanlite.training.initial_weights import initialize
 from titanlite.training.step import Trainer
 
 PP, CP, TP, SHARD, REPLICATE, EP = (
@@ -75,7 +74,7 @@ def config(model: str, parallelism: dict[str, Any], **more: dict[str, Any]) -> J
     sections["parallelism"] |= parallelism
     if parallelism.keys() >= IN_A_V.keys():
         sections["training"]["local_batch_size"] = 4
-    return make_config(sections)
+    return JobConfig.from_dict(sections)
 
 
 def check(verifier: Verifier, model: str, parallelism: dict[str, Any]) -> None:

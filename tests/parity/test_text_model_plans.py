@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import Sections, make_config, merged
+from training import Sections, merged
 
 from titanlite.config import JobConfig
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.tools.verify.matrix import run_matrix
 from titanlite.tools.verify.verify import Verifier
 
@@ -50,7 +50,7 @@ def schedule(name: str) -> dict[str, str]:
 
 
 def job(model: str, plan: dict[str, Any], *more: Sections) -> JobConfig:
-    return make_config(merged(JOB, {"model": MODELS[model], "parallelism": plan}, *more))
+    return JobConfig.from_dict(merged(JOB, {"model": MODELS[model], "parallelism": plan}, *more))
 
 
 WHOLE_BATCH: Sections = {"training": {"local_batch_size": 8}}
@@ -101,7 +101,7 @@ def communication_of(place: Place) -> dict[str, Any]:
 def test_tensor_parallelism_sends_what_its_page_says() -> None:
     """docs/tensor_parallel.md, with a vocabulary-parallel table instead of replicated ones."""
     T, B, D, L, word = 32, 8, 64, 4, 4
-    (counts, _) = run_ranks(communication_of, 2, timeout_seconds=120)
+    (counts, _) = spawn(communication_of, 2, timeout_seconds=120)
     # A gather of q, k, v and of w1, w3 and the gradients of wo and w2, for each block; the output
     # layer's input, and the table's gradient. The same number of reduce-scatters.
     number = 4 * L + 2

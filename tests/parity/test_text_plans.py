@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import titanlite
-from titanlite.config import make_config
+from titanlite.config import JobConfig
 from titanlite.errors import ConfigError
 from titanlite.tools.verify.verify import Verifier
 
@@ -19,7 +19,7 @@ def test_documents_are_kept_apart_in_shards_of_a_sequence(verifier: Verifier, tm
     # Documents of a few tokens, so that every sequence has several, which end on every rank.
     text = tmp_path / "text.jsonl"
     text.write_text("".join(f'{{"text": "{"word " * (n % 7)}{n}"}}\n' for n in range(400)))
-    config = make_config(
+    config = JobConfig.from_dict(
         {
             "job": {"dump_folder": str(tmp_path / "out")},
             "model": {**MODEL, "n_heads": 4, "n_kv_heads": 2},
@@ -56,7 +56,7 @@ def job(folder: Path, text: Path, **changes: Any) -> Any:
     for name, value in changes.items():
         section, key = name.split("__")
         values[section][key] = value
-    return make_config(values)
+    return JobConfig.from_dict(values)
 
 
 def test_a_run_resumes_only_on_the_text_that_it_began_with(tmp_path, capsys) -> None:

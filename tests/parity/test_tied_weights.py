@@ -10,10 +10,10 @@ from plans import checksum
 from training import (
     DEBUG_JOB,
     FEW_STEPS,
+    JobConfig,
     Sections,
     Training,
     differences,
-    make_config,
     merged,
     train,
 )
@@ -22,7 +22,7 @@ from tests.benchmarks.communication import count_step, totals
 from titanlite.config import resolve_job
 from titanlite.errors import ConfigError
 from titanlite.modules.shards import whole_tensor
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.tools.verify.verify import Verifier
 
 TOLERANCE = 1e-11
@@ -49,7 +49,7 @@ def config(plan: dict[str, Any], model: str = "tied") -> Any:
     sections = merged(DEBUG_JOB, JOB, plan if is_sections else {"parallelism": plan})
     sections["model"] = {"name": model, "flavor": "small"}
     sections["training"]["steps"] = FEW_STEPS
-    return make_config(sections)
+    return JobConfig.from_dict(sections)
 
 
 def with_whole_batch(parallelism: dict[str, Any]) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def look(place: Place) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def looked_at() -> list[dict[str, Any]]:
-    of_ranks = run_ranks(look, 2, timeout_seconds=180)
+    of_ranks = spawn(look, 2, timeout_seconds=180)
     return [dict(zip(COUNTED, of_rank, strict=True)) for of_rank in of_ranks]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import titanlite
 from titanlite import cli
-from titanlite.config import load_config, resolve_job
+from titanlite.config import parse_args, resolve_job
 from titanlite.config.load import override
 from titanlite.errors import ConfigError
 from titanlite.training.optimizer import lr_factor
@@ -71,7 +71,7 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_what_its_repository_has_is_named_with_the_overrides(job_file: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        load_config([job_file])
+        parse_args([job_file])
     problems = raised.value.problems
     assert len(problems) == 2
     assert "tests/assets/c4_test, which is not here" in problems[0]
@@ -81,7 +81,7 @@ def test_what_its_repository_has_is_named_with_the_overrides(job_file: str) -> N
 
 
 def test_it_trains_with_the_overrides(job_file: str) -> None:
-    config = load_config([job_file, *OVERRIDES])
+    config = parse_args([job_file, *OVERRIDES])
     result = titanlite.train(override(config, {**SMALL, "training.steps": 2}))
     assert result.steps == [1, 2]
     # ln 2,048 = 7.62, and as in TorchTitan somewhat more, since the first logits are not zero.
@@ -105,14 +105,14 @@ def test_it_runs_as_it_is_beside_its_folders(job_file: str) -> None:
     )
     tokenizer.train_from_iterator([line["text"] for line in lines], trainer)
     tokenizer.save(str(assets / "tokenizer.json"))
-    resolved = resolve_job(load_config([job_file]), 1)
+    resolved = resolve_job(parse_args([job_file]), 1)
     assert (resolved.seq_len, resolved.global_batch_size) == (2048, 8)
-    result = titanlite.train(override(load_config([job_file]), SMALL))
+    result = titanlite.train(override(parse_args([job_file]), SMALL))
     assert 7.6 < result.losses[0] < 9
 
 
 def test_its_learning_rates_and_tokens_a_step(job_file: str) -> None:
-    config = load_config([job_file, *OVERRIDES])
+    config = parse_args([job_file, *OVERRIDES])
     shape = {
         "warmup_steps": config.warmup_steps,
         "decay_steps": config.decay_steps,
@@ -167,10 +167,10 @@ steps = -1
 def test_the_8b_job_is_resolved_for_its_64_ranks(job_file: str) -> None:
     Path("8b.toml").write_text(JOB_8B)
     with pytest.raises(ConfigError) as raised:
-        load_config(["--job.config_file=8b.toml"])
+        parse_args(["--job.config_file=8b.toml"])
     (problem,) = raised.value.problems
     assert problem.startswith("model.hf_assets_path: assets/hf/Llama-3.1-8B/tokenizer.json cannot")
-    resolved = resolve_job(load_config(["--job.config_file=8b.toml", OVERRIDES[1]]), 64)
+    resolved = resolve_job(parse_args(["--job.config_file=8b.toml", OVERRIDES[1]]), 64)
     assert resolved.model.num_parameters == 8_030_261_248
     assert resolved.dims.describe() == "dp_shard 64"
     assert resolved.global_batch_size == 64

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 import titanlite
-from titanlite.config import load_config, resolve_job
-from titanlite.ranks.launch import run_ranks
+from titanlite.config import parse_args, resolve_job
+from titanlite.ranks.launch import spawn
 from titanlite.run import train_on_rank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,7 +178,7 @@ def test_one_process_writes_figures_and_pictures(tmp_path):
     assert first_screen in done.stdout
     assert "sampling 3 images, 64 pixels each" in done.stdout
     assert len(list(tmp_path.glob("tb/*/events.out.tfevents.*"))) == 1
-    saved = load_config([f"--job.config_file={tmp_path / 'job.toml'}"])
+    saved = parse_args([f"--job.config_file={tmp_path / 'job.toml'}"])
     assert saved.training.global_batch_size == 8
     assert saved.job.dump_folder == str(tmp_path)
 
@@ -515,14 +515,14 @@ def test_every_way_to_start_draws_the_same_random_numbers(
         if has_torchrun:
             launcher = [*BY_TORCHRUN, f"--nproc-per-node={num_ranks}"]
             process = stack.enter_context(started(start("torchrun", *launcher), tmp_path / "tmp"))
-        job = resolve_job(load_config(start("server")[2:]))
-        run_ranks(train_on_rank, num_ranks, job, "cpu", timeout_seconds=PATIENCE_SECONDS)
+        job = resolve_job(parse_args(start("server")[2:]))
+        spawn(train_on_rank, num_ranks, job, "cpu", timeout_seconds=PATIENCE_SECONDS)
         if has_torchrun:
             _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
             assert process.returncode == 0, stderr
             assert numbers("torchrun") == numbers("server")
     if num_ranks == 1:
-        titanlite.train(load_config(start("one")[2:]))
+        titanlite.train(parse_args(start("one")[2:]))
         assert numbers("one") == numbers("server")
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import recorded_bugs
 
+import titanlite
 from titanlite.cli import main
-from titanlite.config import JobConfig, load_config, make_config
+from titanlite.config import JobConfig, parse_args
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.tools.verify.matrix import features_of, plans_of, run_matrix
 from titanlite.tools.verify.report import format_verification
@@ -40,7 +43,7 @@ def test_a_right_plan(capsys, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_low_precision_is_judged_by_the_references_own_rounding(verifier, dtype):
-    config, _ = shrink(load_config([f"--job.config_file={CONFIGS / 'hsdp2x2.toml'}"]))
+    config, _ = shrink(parse_args([f"--job.config_file={CONFIGS / 'hsdp2x2.toml'}"]))
     found = verifier.verify(config, steps=3, dtype=dtype)
     assert found.agrees, found.findings
     step, key = found.worst
@@ -97,7 +100,7 @@ custom_import = "plain_model"
 
 
 def odd_job(flavor: str, **parallelism: int) -> JobConfig:
-    return make_config(
+    return JobConfig.from_dict(
         {
             "model": {"name": "odd", "flavor": flavor},
             "training": {"global_batch_size": 8, "local_batch_size": 4},
@@ -202,7 +205,7 @@ def test_the_matrix_of_a_model_with_experts_has_expert_parallelism(verifier, tmp
         "model": {"name": "llama3", "flavor": "moe_debug", "n_layers": 4},
         "training": {"dataset": "synthetic", "seq_len": 32},
     }
-    job = make_config(sections)
+    job = JobConfig.from_dict(sections)
     assert "ep" not in features_of(4)
     plans = plans_of(2, job=job)
     for name, values in features_of(2, job=job).items():
@@ -240,3 +243,24 @@ def test_a_reduced_matrix_and_its_overview(verifier, tmp_path):
     assert page.count("<tr data-plan") == 4
     assert "no legal plan" in page
     assert "#d6453d" not in page.split("<svg")[1].split("</svg>")[0], "nothing differs"
+
+
+def test_verify_and_plan_from_python() -> None:
+    job = {"parallelism": {"tensor_parallel_degree": 2}, "model": {"flavor": "debug"}}
+    result = titanlite.verify(
+        job, changes={"parallelism.disable_loss_parallel": True}, shrink=True, steps=1
+    )
+    assert result.check().agrees
+    assert "generated data" in result.shrunk
+    assert result.figures["degrees"]["tp"] == 2
+    assert re.search(r"plan       tp 2.*\nAGREES: ", str(result), re.DOTALL)
+    wrong = replace(result, found=replace(result.found, problems=["a norm is wrong"]))
+    with pytest.raises(AssertionError, match="DIFFERS"):
+        wrong.check()
+    plan = titanlite.plan(job, hardware="h100", ranks=4)
+    assert plan.figures["num_ranks"] == 4
+    assert plan.peak_bytes == plan.figures["peak_bytes"] > 0
+    assert plan.step_seconds == plan.figures["time"]["seconds"] > 0
+    assert "memory" in str(plan)
+    with pytest.raises(ConfigError, match=r"^parallelism\.tensor_parallel_degree: 3 does not"):
+        titanlite.verify(job, changes={"parallelism.tensor_parallel_degree": 3})

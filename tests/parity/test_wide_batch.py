@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from training import FEW_STEPS, Sections, differences, make_config, train
+from training import FEW_STEPS, JobConfig, Sections, differences, train
 
 from titanlite.config import resolve_job
 from titanlite.errors import ConfigError
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.registry import DATASETS
 from titanlite.tools.verify.shrink import shrink
 from titanlite.tools.verify.verify import Verifier
@@ -45,7 +45,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def config(plan: dict[str, Any], **training: Any) -> Any:
     sections = {**JOB, "training": JOB["training"] | training, "parallelism": plan}
-    return make_config(sections)
+    return JobConfig.from_dict(sections)
 
 
 def test_every_plan_trains_alike() -> None:
@@ -70,8 +70,8 @@ def evaluate(place: Place, plan: dict[str, Any]) -> float:
 
 
 def test_validation_counts_by_the_loss_and_leaves_fillers_out() -> None:
-    (alone,) = run_ranks(evaluate, 1, {}, timeout_seconds=120)
-    both = run_ranks(evaluate, 2, PP | {"data_parallel_shard_degree": 1}, timeout_seconds=120)
+    (alone,) = spawn(evaluate, 1, {}, timeout_seconds=120)
+    both = spawn(evaluate, 2, PP | {"data_parallel_shard_degree": 1}, timeout_seconds=120)
     assert both == pytest.approx([alone, alone], rel=1e-12)
 
 
@@ -98,7 +98,7 @@ def test_length_is_the_jobs_own() -> None:
 
 def test_a_validation_set_has_the_fields_of_the_training_set() -> None:
     with pytest.raises(ConfigError) as caught:
-        make_config({**JOB, "validation": {"enable": True, "dataset": "synthetic"}})
+        JobConfig.from_dict({**JOB, "validation": {"enable": True, "dataset": "synthetic"}})
     assert caught.value.problems == (
         'validation.dataset: "synthetic" has the fields tokens, but "weighted" has label, levels, '
         "targets, tokens, weights; give a data set with the same fields and loss",
@@ -135,7 +135,7 @@ def sample(place: Place) -> str:
 
 
 def test_what_sampled_tokens_do_not_have_is_said_on_every_rank() -> None:
-    said = run_ranks(sample, 2, timeout_seconds=120)
+    said = spawn(sample, 2, timeout_seconds=120)
     assert said == ["the model takes `levels`, which sampling cannot provide"] * 2
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.config import JobConfig, make_config, make_parallel_dims, resolve_job
+from titanlite.config import JobConfig, make_parallel_dims, resolve_job
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.pool import ThreadPool
@@ -52,7 +52,7 @@ class Training:
 
 def debug_config(*changes: Sections) -> JobConfig:
     """DEBUG_JOB with changes, key by key."""
-    return make_config(merged(DEBUG_JOB, *changes))
+    return JobConfig.from_dict(merged(DEBUG_JOB, *changes))
 
 
 def merged(*changes: Sections) -> dict[str, dict[str, Any]]:

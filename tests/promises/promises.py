@@ -343,7 +343,7 @@ PROMISES = [
         "another seed gives other samples",
         "docs/text.md",
         "| `debug.seed` | `--seed` | another seed gives other samples |",
-        Break("_for_sampling", '"debug.seed": asked.seed,', ""),
+        Break("_for_sampling", ', "debug.seed": asked.seed}', "}"),
         (
             "unit/tools/sample/test_sample.py::test_options_replace_what_the_job_says_about_sampling",
             "unit/tools/sample/test_sample.py",
@@ -684,7 +684,9 @@ PROMISES = [
         "an exercise is judged by its steps",
         "docs/lab/README.md",
         "and by the number of messages, bytes and steps",
-        Break("_cost", "if number > limit:", "if number > limit and kind != STEPS:"),
+        Break(
+            "judge", "if number > allowed[kind]:", "if number > allowed[kind] and kind != STEPS:"
+        ),
         ("lab/test_lab_exercises.py",),
     ),
     # Pages that are younger than the first run.

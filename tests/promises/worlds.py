@@ -75,9 +75,9 @@ OF_THREADS = [
 OF_PROCESSES = [
     wrong(
         "results are in reverse order",
-        *(PROCESSES, "run_ranks"),
-        "[cloudpickle.loads(results[rank]) for rank in range(num_ranks)]",
-        "[cloudpickle.loads(results[rank]) for rank in reversed(range(num_ranks))]",
+        *(PROCESSES, "spawn"),
+        "[pickles.loads(results[rank]) for rank in range(num_ranks)]",
+        "[pickles.loads(results[rank]) for rank in reversed(range(num_ranks))]",
     ),
     wrong(
         "a rank that lost its peers is blamed first",

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import titanlite
 
 ROOT = Path(__file__).parents[2]
@@ -21,12 +23,21 @@ def test_docs_list_the_public_names() -> None:
     assert written == json.loads(made), "run: python docs/make_api.py"
     for name in titanlite.__all__:
         assert sum(text.count(f"\n## {name}\n") for text in written.values()) == 1
-        assert f"\n- [{name}](" in written["README.md"]
+        assert f"\n- [{name}](titanlite.md" in written["README.md"]
 
 
 def test_every_public_name_is_in_one_place() -> None:
-    named = [
-        n for modules in titanlite.PUBLIC.values() for names in modules.values() for n in names
-    ]
+    named = [name for names in titanlite.PUBLIC.values() for name in names]
     assert sorted(named) == sorted(titanlite.__all__)
     assert set(titanlite.__all__) <= set(dir(titanlite))
+    assert len(named) == 30
+
+
+@pytest.mark.parametrize("package", ["training", "modules", "mesh", "ranks", "parallelize"])
+def test_a_package_has_its_public_names_after_import_titanlite(package: str) -> None:
+    module = getattr(titanlite, package)
+    names = [name for names in module.PUBLIC.values() for name in names]
+    assert all(getattr(module, name).__name__ for name in names if name[1].islower())
+    assert set(names) <= set(dir(module))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = module.nothing

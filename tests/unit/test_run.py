@@ -146,9 +146,9 @@ def test_state_that_is_excluded_is_not_loaded(tmp_path: Path) -> None:
 
 def test_the_whole_configuration_is_written(tmp_path: Path) -> None:
     train(tmp_path, training__steps=1, job__save_config_file="own/job.toml")
-    again = titanlite.make_config(read_file(str(tmp_path / "own/job.toml")))
+    again = titanlite.JobConfig.from_dict(read_file(str(tmp_path / "own/job.toml")))
     assert again.training.steps == 1
-    assert again.optimizer.model_dump() == titanlite.make_config(JOB).optimizer.model_dump()
+    assert again.optimizer.model_dump() == titanlite.JobConfig.from_dict(JOB).optimizer.model_dump()
 
 
 def test_the_first_checkpoint_is_that_of_the_first_step(tmp_path: Path) -> None:

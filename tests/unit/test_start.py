@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from titanlite.cli import train as train_command
-from titanlite.config import JobConfig, draft, load_config, read_job, resolve_job
+from titanlite.config import JobConfig, draft, parse_args, read_job, resolve_job
 from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.errors import ConfigError
 from titanlite.from_python import train
 from titanlite.parallelize.compile.backends import BACKENDS
 from titanlite.ranks import machine
-from titanlite.ranks.launch import Place, Ranks, run_ranks
+from titanlite.ranks.launch import Place, Ranks, spawn
 from titanlite.start import check_start, least_bytes
 from titanlite.tools.lab.cluster import VirtualCluster
 from titanlite.tools.lab.mesh import Mesh
@@ -39,7 +39,7 @@ def two_cores_and_eight_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job(*argv: str) -> JobConfig:
-    return load_config(["--job.device=cpu", *argv])
+    return parse_args(["--job.device=cpu", *argv])
 
 
 def problems_of(call: Callable[[], object]) -> list[str]:
@@ -76,13 +76,13 @@ def test_a_job_of_more_ranks_than_the_machine_takes_is_refused() -> None:
 @pytest.mark.parametrize(
     ("start", "key"),
     [
-        (lambda: run_ranks(lambda place: None, 52), "ranks"),
+        (lambda: spawn(lambda place: None, 52), "ranks"),
         (lambda: Ranks(lambda place, connection: None, 52), "ranks"),
-        (lambda: run_ranks(lambda place: None, 3, max_ranks=2), "ranks"),
+        (lambda: spawn(lambda place: None, 3, max_ranks=2), "ranks"),
         (lambda: VirtualCluster(Mesh(x=8, y=8)).run(lambda device: None), "ranks"),
         (lambda: verify(["--matrix", "--ranks=64", "--processes"]), "--ranks"),
     ],
-    ids=["run_ranks", "Ranks", "max_ranks", "lab", "matrix"],
+    ids=["spawn", "Ranks", "max_ranks", "lab", "matrix"],
 )
 def test_all_that_starts_ranks_has_the_same_limit(start: Callable[[], object], key: str) -> None:
     (line,) = problems_of(start)
@@ -226,10 +226,10 @@ def test_a_backend_that_does_not_exist_is_refused_with_the_rest() -> None:
 def test_a_known_backend_is_checked_without_torch() -> None:
     script = (
         "import sys\n"
-        "from titanlite.config import load_config\n"
+        "from titanlite.config import parse_args\n"
         "from titanlite.start import check_start\n"
         "words = ['--job.device=cpu', '--compile.enable', '--compile.backend=aot_eager']\n"
-        "check_start(load_config(words))\n"
+        "check_start(parse_args(words))\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

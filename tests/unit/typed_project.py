@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import titanlite
-from titanlite import Comparison, ConfigError, Event, ParallelPlan, apply_ac, apply_fsdp, apply_tp
+from titanlite import ConfigError, ParallelPlan, apply_ac, apply_fsdp, apply_tp
+from titanlite.callbacks import Event
+from titanlite.tools.verify import Comparison
 
 
 @dataclass

@@ -78,7 +78,7 @@ class Reading:
         return self.config
 
 
-def load_config(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
+def parse_args(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
     """The job that the command line `argv` describes, checked as far as possible without ranks.
 
     `argv`, without the program's name, has `--job.config_file=F`, which names a TOML file, and
@@ -87,7 +87,12 @@ def load_config(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
     required, and the ConfigError for a missing file shows the example. Raises ConfigError with one
     line for each mistake; the checks that need the number of ranks come later.
     """
-    return _checked(read_job(argv, needs_file=needs_file))
+    return checked(read_job(argv, needs_file=needs_file))
+
+
+def load_config(path: str | Path, changes: Mapping[str, Any] | None = None) -> JobConfig:
+    """The job of a TOML file, checked like a command line; `changes` ("section.key" -> value)."""
+    return checked(read_any(path, changes))
 
 
 def read_job(argv: Sequence[str], *, needs_file: str = "") -> Reading:
@@ -123,26 +128,23 @@ def read_job(argv: Sequence[str], *, needs_file: str = "") -> Reading:
     return _read_values(values, texts, problems)
 
 
-def make_config(values: Mapping[str, Mapping[str, Any]]) -> JobConfig:
-    """The job with these values: a dict from section to a dict from key to value.
-
-    The values have TOML's types.
-
-    Checked like a file. Raises ConfigError with one line for each mistake.
-    """
-    return _checked(read_values(values))
+def read_values(values: Mapping[str, Mapping[str, Any]]) -> Reading:
+    """The job with these values, section -> key -> value, with TOML's types."""
+    return _read_values(copy.deepcopy(dict(values)), [], [])
 
 
-def read_values(
+def read_any(
     job: JobConfig | Mapping[str, Mapping[str, Any]] | str | Path,
     changes: Mapping[str, Any] | None = None,
 ) -> Reading:
-    """A job, with new values for some keys ("section.key" -> value), which have TOML's types.
+    """A job in any form that functions of titanlite take, with some keys ("section.key") changed.
 
-    `job` is a JobConfig, a dict section -> key -> value, or the path of a TOML file.
+    A JobConfig, a dict of sections, or the path of a TOML file.
     """
     if isinstance(job, JobConfig):
-        values = job.model_dump(exclude_unset=True)
+        if not changes:
+            return Reading(job)
+        values: Any = job.model_dump(exclude_unset=True)
     elif isinstance(job, (str, Path)):
         values = read_file(str(job))
     else:
@@ -154,7 +156,10 @@ def read_values(
 
 def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
     """`config` with new values for some keys ("section.key" -> value), checked again."""
-    return _checked(read_values(config, changes))
+    values = config.model_dump(exclude_unset=True)
+    for name, value in changes.items():
+        put(values, name, value)
+    return checked(_read_values(values, [], []))
 
 
 def with_values(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
@@ -169,7 +174,7 @@ def with_values(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
     return config.model_copy(update=copies)
 
 
-def _checked(reading: Reading) -> JobConfig:
+def checked(reading: Reading) -> JobConfig:
     """The configuration, after the checks that do not need the number of ranks."""
     if reading.config.parallelism.data_parallel_shard_degree == -1:
         reading.doubtful.add("parallelism.data_parallel_shard_degree")

@@ -9,7 +9,7 @@ supported key are in absent.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import (
@@ -488,7 +488,7 @@ class MemoryEstimation(Section):
 
 @with_features()
 class JobConfig(Section):
-    """A whole job. Build one with load_config or make_config, which run all checks."""
+    """A whole job. Build one with load_config or JobConfig.from_dict, which run all checks."""
 
     job: JobSection = JobSection()
     model: Model = Model()
@@ -509,6 +509,17 @@ class JobConfig(Section):
     quantize: Quantize = Quantize()
     memory_estimation: MemoryEstimation = MemoryEstimation()
     fault_tolerance: FaultTolerance = FaultTolerance()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Mapping[str, Any]]) -> JobConfig:
+        """The job with these values: a dict from section to a dict from key to value.
+
+        The values have TOML's types, and are checked like a file's. Raises ConfigError with one
+        line for each mistake.
+        """
+        from titanlite.config.load import checked, read_values
+
+        return checked(read_values(values))
 
     def section(self, kind: type[S]) -> S:
         """The section of a feature, by its class."""

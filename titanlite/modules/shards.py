@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
@@ -70,8 +71,9 @@ def local_part(tensor: Tensor) -> Tensor:
 def shard_of(full: Tensor, like: Tensor) -> Tensor:
     """This rank's shard of `full`, sharded like `like`, a DTensor or plain tensor of its shape.
 
-    Without communication. If FSDP2 shards a dimension that TP has already sharded, the outer mesh
-    axis cuts last (its placement is strided), so strided axes are applied after the others.
+    Without communication, and copied if the shard is not one piece. If FSDP2 shards a dimension
+    that TP has already sharded, the outer mesh axis cuts last (its placement is strided), so
+    strided axes are applied after the others.
     """
     if not isinstance(like, DTensor):
         return full
@@ -82,9 +84,13 @@ def shard_of(full: Tensor, like: Tensor) -> Tensor:
         placement = like.placements[axis]
         if is_sharded(placement):
             assert isinstance(placement, Shard | _StridedShard)
-            chunks = part.chunk(mesh.size(axis), dim=placement.dim)
-            index = coordinate[axis]
-            part = chunks[index] if index < len(chunks) else part.narrow(placement.dim, 0, 0)
+            index, size = coordinate[axis], mesh.size(axis)
+            groups = _num_groups(like, axis)
+            chunks = part.chunk(size * groups, dim=placement.dim)
+            if groups > 1:
+                part = torch.cat(chunks[index::size], dim=placement.dim)
+            else:
+                part = chunks[index] if index < len(chunks) else part.narrow(placement.dim, 0, 0)
     return part
 
 
@@ -129,6 +135,23 @@ def whole_tensor(tensor: Tensor) -> Tensor:
             placements[axis] = Replicate()
             tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
+
+
+def _num_groups(tensor: DTensor, axis: int) -> int:
+    """In how many groups, such as q, k and v, a strided axis cuts a dimension; 1 for others.
+
+    FSDP2's have as many as inner axes cut the dimension into, and cut the rank's one of these.
+    """
+    placement, mesh = tensor.placements[axis], tensor.device_mesh
+    if not isinstance(placement, _StridedShard):
+        return 1
+    inner = 1
+    for other in range(axis + 1, mesh.ndim):
+        own = tensor.placements[other]
+        if isinstance(own, Shard | _StridedShard) and own.dim == placement.dim:
+            inner *= mesh.size(other)
+    groups = int(placement.split_factor)
+    return 1 if groups == inner else groups
 
 
 def _cutting_order(tensor: DTensor) -> list[int]:

@@ -16,7 +16,7 @@ from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.modules.batch import Batch
 from titanlite.modules.tied import find_tied
 from titanlite.parallelize.activation_checkpoint.apply import RecomputationReport
-from titanlite.parallelize.ddp.apply import apply_ddp
+from titanlite.parallelize.ddp.apply import DDPReport, apply_ddp
 from titanlite.parallelize.feature import Feature
 from titanlite.parallelize.part import DTYPES, DeviceSupport, FeatureStep, Part
 from titanlite.parallelize.pipeline_parallel.apply import PipelineRunner, split_model
@@ -41,7 +41,7 @@ def parallelize(
     plan: ParallelPlan | None = None,
     *,
     whole: nn.Module | None = None,
-    ddp: Callable[..., int] = apply_ddp,
+    ddp: Callable[..., DDPReport] = apply_ddp,
     hardware: DeviceSupport | None = None,
 ) -> tuple[list[PlanRow], RecomputationReport]:
     """Apply every step that `config` enables to `model`, in place.
@@ -83,7 +83,7 @@ def split_and_parallelize(
     pipeline_plan: PipelinePlan | None,
     example: Batch,
     plan: ParallelPlan | None = None,
-    ddp: Callable[..., int] = apply_ddp,
+    ddp: Callable[..., DDPReport] = apply_ddp,
     hardware: DeviceSupport | None = None,
 ) -> Parallelized:
     """Split `model` into the stages of `pipeline_plan` and `parallelize` those of this rank.

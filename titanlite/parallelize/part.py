@@ -13,7 +13,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.mesh.device_mesh import Meshes
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.parallelize.activation_checkpoint.apply import RecomputationReport
-from titanlite.parallelize.ddp.apply import apply_ddp
+from titanlite.parallelize.ddp.apply import DDPReport, apply_ddp
 from titanlite.parallelize.float8.linear import has_hardware
 from titanlite.parallelize.fsdp.apply import can_pin
 from titanlite.parallelize.plan import ParallelPlan
@@ -40,7 +40,7 @@ class Part:
     meshes: Meshes
     plan: ParallelPlan
     whole: nn.Module | None
-    ddp: Callable[..., int] = apply_ddp
+    ddp: Callable[..., DDPReport] = apply_ddp
     hardware: DeviceSupport = field(default_factory=DeviceSupport)
     recomputation: RecomputationReport = field(default_factory=lambda: RecomputationReport(()))
     rings: Mapping[str, str] = field(default_factory=dict)

@@ -13,3 +13,22 @@ order.py               an optional check that all ranks call the same collective
 
 This package knows the names of the mesh axes, but not their meaning.
 """
+
+from typing import TYPE_CHECKING
+
+from titanlite.lazy import lazy
+
+if TYPE_CHECKING:
+    from titanlite.ranks.launch import Place as Place
+    from titanlite.ranks.launch import spawn as spawn
+    from titanlite.ranks.launch import torchrun_place as torchrun_place
+    from titanlite.ranks.world import World as World
+    from titanlite.ranks.world import open_world as open_world
+
+PUBLIC = {
+    "launch": ("spawn", "torchrun_place", "Place"),
+    "world": ("open_world", "World"),
+}
+"""The public names, by module."""
+
+lazy(__name__, PUBLIC)

@@ -76,7 +76,7 @@ THREADS = "threads://"
 ALONE = Place(0, 1, 0, 1, rendezvous="")
 
 
-def run_ranks(
+def spawn(
     function: Callable[..., Any],
     num_ranks: int,
     *args: Any,

@@ -1,6 +1,6 @@
 """A world in one process: every rank is a thread, with a state of its own of what torch keeps once.
 
-    results = run_threads(function, places, *args)      # for run_ranks(..., threads=True)
+    results = run_threads(function, places, *args)      # for spawn(..., threads=True)
 
 One rank runs at a time (turns.py), and the settings that a process has once (random generators,
 torch.distributed's groups, default dtype) are exchanged as it hands over. CUDA, and what only
@@ -255,7 +255,7 @@ _world: ThreadWorld | None = None
 def run_threads(
     function: Callable[..., Any], places: Sequence[Any], *args: Any, stop: StopRequest | None = None
 ) -> list[Any]:
-    """What run_ranks does with `threads`: a thread of this process for each of `places`.
+    """What spawn does with `threads`: a thread of this process for each of `places`.
 
     No thread outlives the call. Raises ConfigError inside a world of threads.
     """

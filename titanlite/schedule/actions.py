@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from titanlite.errors import TitanliteError
@@ -79,7 +80,7 @@ class Schedule:
             return list(row)
         return [part for action in row if action.kind in COMPUTE_KINDS for part in action.parts]
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether any backward pass is split into input and weight gradients."""
         return any(

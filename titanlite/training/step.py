@@ -22,14 +22,14 @@ from titanlite.modules.experts import Balancer
 from titanlite.modules.gradient_sums import GradientSums
 from titanlite.modules.names import canonical_name
 from titanlite.training.generators import Generators
-from titanlite.training.gradient_norm import (
+from titanlite.training.loss import Loss, loss_context
+from titanlite.training.metrics import Metric, ValidationResult, sums_of
+from titanlite.training.non_finite import explain_non_finite
+from titanlite.training.norm import (
     clip_gradients,
     gradient_norm,
     reduce_partial_gradients,
 )
-from titanlite.training.loss import Loss, loss_context
-from titanlite.training.metrics import Metric, ValidationResult, sums_of
-from titanlite.training.non_finite import explain_non_finite
 from titanlite.training.optimizer import base_lr
 
 

@@ -15,11 +15,10 @@ import pytest
 
 from titanlite.config import (
     JobConfig,
-    load_config,
     load_model_spec,
-    make_config,
     make_model_config,
     override,
+    parse_args,
 )
 from titanlite.config.changes import changed_keys
 from titanlite.config.document import format_config
@@ -34,8 +33,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_no_file_and_no_argument_is_a_job() -> None:
-    config = load_config([])
-    assert config == make_config({}) == JobConfig()
+    config = parse_args([])
+    assert config == JobConfig.from_dict({}) == JobConfig()
     assert config.model.name == "image_transformer"
     assert config.training.dataset == "digits"
     assert config.debug.seed == 0
@@ -45,7 +44,7 @@ def test_no_file_and_no_argument_is_a_job() -> None:
 def test_command_line_goes_on_top_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text("[training]\nsteps = 10\nlocal_batch_size = 4\n[compile]\nenable = true\n")
-    config = load_config([f"--job.config_file={file}", "--training.steps", "20"])
+    config = parse_args([f"--job.config_file={file}", "--training.steps", "20"])
     assert config.job.config_file == str(file)
     assert (config.training.steps, config.training.local_batch_size) == (20, 4)
     assert config.compile.enable
@@ -54,7 +53,7 @@ def test_command_line_goes_on_top_of_the_file(tmp_path: Path) -> None:
 def test_file_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_bytes(b"\xef\xbb\xbf[training]\nsteps = 10\n")
-    assert load_config(["--job.config_file", str(file)]).training.steps == 10
+    assert parse_args(["--job.config_file", str(file)]).training.steps == 10
 
 
 @pytest.mark.parametrize(
@@ -92,14 +91,14 @@ def test_file_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     ],
 )
 def test_command_line_forms(argv: list[str], key: str | None, value: Any) -> None:
-    config = load_config(argv)
+    config = parse_args(argv)
     if key:
         section, _, leaf = key.partition(".")
         assert getattr(getattr(config, section), leaf) == value
 
 
 def test_int_may_stand_for_float_and_becomes_one() -> None:
-    max_norm = make_config({"training": {"max_norm": 1}}).training.max_norm
+    max_norm = JobConfig.from_dict({"training": {"max_norm": 1}}).training.max_norm
     assert type(max_norm) is float
 
 
@@ -183,7 +182,7 @@ steps = 10
 def test_torchtitan_file_carries_over(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text(TORCHTITAN_FILE)
-    config = load_config([f"--job.config_file={file}"])
+    config = parse_args([f"--job.config_file={file}"])
     assert config.training.param_dtype == "bfloat16"
     assert config.training.reduce_dtype == "float32"
     assert (config.warmup_steps, config.decay_steps, config.schedule_steps) == (2, 8, 10)
@@ -201,7 +200,7 @@ def test_what_a_torchtitan_file_asks_beyond_titanlite_is_refused_by_name(tmp_pat
         "--parallelism.expert_parallel_comm_backend=deepep",
     ]
     with pytest.raises(ConfigError) as caught:
-        load_config([f"--job.config_file={file}", *argv])
+        parse_args([f"--job.config_file={file}", *argv])
     lack = "asks for a TorchTitan feature that titanlite does not have; write"
     assert sorted(caught.value.problems) == [
         f"checkpoint.initial_load_in_hf_quantized: true {lack} false, or remove this option",
@@ -231,17 +230,17 @@ group_size = 2
 def test_keys_of_features_that_are_off_are_accepted_and_named(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text(IDLE_KEYS)
-    config = load_config([f"--job.config_file={file}"])
+    config = parse_args([f"--job.config_file={file}"])
     assert name_idle_keys(config) == (
         "no effect here, because their TorchTitan feature is off: "
         "parallelism.pipeline_parallel_expert_parallel_overlap, quantize.linear.mx.recipe_name, "
         "quantize.linear.mx.filter_fqns, quantize.grouped_mm.float8.fqns, "
         "fault_tolerance.group_size"
     )
-    assert name_idle_keys(load_config([])) == ""
+    assert name_idle_keys(parse_args([])) == ""
     # The key that turns a feature on is refused, and they need no line of their own.
     with pytest.raises(ConfigError) as caught:
-        load_config([f"--job.config_file={file}", "--model.converters=quantize.linear.mx"])
+        parse_args([f"--job.config_file={file}", "--model.converters=quantize.linear.mx"])
     assert [line.partition(":")[0] for line in caught.value.problems] == ["model.converters"]
 
 
@@ -254,13 +253,15 @@ def test_every_default_is_accepted_when_written_out() -> None:
         for name in key.section.split("."):
             section = section.setdefault(name, {})
         section[key.leaf] = list(key.default) if isinstance(key.default, tuple) else key.default
-    assert make_config(values) == JobConfig()
+    assert JobConfig.from_dict(values) == JobConfig()
 
 
 def test_mixed_precision_follows_dtype_unless_set() -> None:
-    training = make_config({"training": {"dtype": "float64"}}).training
+    training = JobConfig.from_dict({"training": {"dtype": "float64"}}).training
     assert (training.param_dtype, training.reduce_dtype) == ("float64", "float64")
-    training = override(make_config({}), {"training.mixed_precision_param": "bfloat16"}).training
+    training = override(
+        JobConfig.from_dict({}), {"training.mixed_precision_param": "bfloat16"}
+    ).training
     assert (training.param_dtype, training.reduce_dtype) == ("bfloat16", "float32")
 
 
@@ -282,16 +283,16 @@ def test_mixed_precision_follows_dtype_unless_set() -> None:
     ],
 )
 def test_schedule(keys: dict[str, Any], steps: int, expected: tuple[int, int]) -> None:
-    config = make_config({"lr_scheduler": keys, "training": {"steps": steps}})
+    config = JobConfig.from_dict({"lr_scheduler": keys, "training": {"steps": steps}})
     assert (config.warmup_steps, config.decay_steps) == expected
     assert config.schedule_steps == keys.get("total_steps", steps)
 
 
 def test_validation_follows_the_training_data_unless_set() -> None:
     training = {"dataset": "synthetic"}
-    config = make_config({"training": training})
+    config = JobConfig.from_dict({"training": training})
     assert config.validation_dataset == "synthetic"
-    config = make_config(
+    config = JobConfig.from_dict(
         {"training": training, "validation": {"enable": True, "dataset": "digits"}}
     )
     assert config.validation_dataset == "digits"
@@ -299,7 +300,7 @@ def test_validation_follows_the_training_data_unless_set() -> None:
 
 
 def test_override_leaves_the_original_and_keeps_the_rest() -> None:
-    config = make_config({"model": {"dim": 64}, "training": {"steps": 7}})
+    config = JobConfig.from_dict({"model": {"dim": 64}, "training": {"steps": 7}})
     other = override(
         config, {"parallelism.tensor_parallel_degree": 2, "model.num_layers": 1, "model.dim": 32}
     )
@@ -312,7 +313,7 @@ def test_override_leaves_the_original_and_keeps_the_rest() -> None:
 
 
 def test_a_configuration_cannot_be_changed_and_travels_to_ranks() -> None:
-    config = make_config({"model": {"dim": 64}, "compile": {"components": ["model"]}})
+    config = JobConfig.from_dict({"model": {"dim": 64}, "compile": {"components": ["model"]}})
     with pytest.raises(ValueError, match="frozen"):
         config.training.steps = 3  # type: ignore[misc]
     copied = pickle.loads(pickle.dumps(config))
@@ -321,10 +322,10 @@ def test_a_configuration_cannot_be_changed_and_travels_to_ranks() -> None:
 
 
 def test_whole_configuration_as_toml_is_the_same_job() -> None:
-    config = load_config(
+    config = parse_args(
         ["--training.steps=20", "--training.max_norm=inf", '--job.description=a "b"\n\\ \x85']
     )
-    again = make_config(parse_toml(format_config(config)))
+    again = JobConfig.from_dict(parse_toml(format_config(config)))
     assert make_model_config(again) == make_model_config(config)
     assert again.warmup_steps == config.warmup_steps == 20
     assert override(again, {"model.name": config.model.name}).training == config.training
@@ -332,13 +333,15 @@ def test_whole_configuration_as_toml_is_the_same_job() -> None:
 
 
 def test_a_warm_up_that_is_cut_is_written_as_given() -> None:
-    config = load_config(["--training.steps=3", "--lr_scheduler.warmup_steps=30"])
-    longer = override(make_config(parse_toml(format_config(config))), {"training.steps": 40})
+    config = parse_args(["--training.steps=3", "--lr_scheduler.warmup_steps=30"])
+    longer = override(
+        JobConfig.from_dict(parse_toml(format_config(config))), {"training.steps": 40}
+    )
     assert (config.warmup_steps, longer.warmup_steps) == (3, 30)
 
 
 def test_a_run_that_goes_on_longer_prints_of_the_warm_up() -> None:
-    short = load_config(["--training.steps=3", "--lr_scheduler.warmup_steps=30"])
+    short = parse_args(["--training.steps=3", "--lr_scheduler.warmup_steps=30"])
     longer = override(short, {"training.steps": 40})
     assert changed_keys(short.model_dump(mode="json", exclude_unset=True), longer) == [
         "training.steps 3 -> 40",
@@ -356,12 +359,12 @@ def test_quoted_text_is_toml_on_one_line() -> None:
 
 
 def test_model_sizes_are_the_flavors_with_overrides() -> None:
-    sizes = make_model_config(make_config({"model": {"flavor": "debug", "num_layers": 3}}))
+    sizes = make_model_config(JobConfig.from_dict({"model": {"flavor": "debug", "num_layers": 3}}))
     assert (sizes.num_layers, sizes.num_heads, sizes.vocab_size) == (3, 8, 17)
-    sizes = make_model_config(load_config(["--model.num_kv_heads=2", "--model.norm_eps=1e-6"]))
+    sizes = make_model_config(parse_args(["--model.num_kv_heads=2", "--model.norm_eps=1e-6"]))
     assert (sizes.kv_heads, sizes.norm_eps) == (2, 1e-6)
     sizes = make_model_config(
-        load_config(["--model.num_kv_heads=2", "--model.num_kv_heads=none", "--model.dim=64"])
+        parse_args(["--model.num_kv_heads=2", "--model.num_kv_heads=none", "--model.dim=64"])
     )
     assert (sizes.num_kv_heads, sizes.kv_heads, sizes.head_dim) == (None, 4, 16)
 
@@ -410,7 +413,7 @@ def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_users_model_has_keys_of_its_own(own_model: list[str]) -> None:
-    config = load_config([*own_model, "--model.width=4", "--model.kinds=b,c", "--model.fast"])
+    config = parse_args([*own_model, "--model.width=4", "--model.kinds=b,c", "--model.fast"])
     sizes = make_model_config(config)
     assert (sizes.width, sizes.kinds, sizes.fast, sizes.rule) == (4, ("b", "c"), True, "x")
     assert load_model_spec(config).name == "own"
@@ -419,7 +422,7 @@ def test_a_users_model_has_keys_of_its_own(own_model: list[str]) -> None:
 def test_mistakes_in_a_users_model_are_told_the_same_way(own_model: list[str]) -> None:
     argv = [*own_model, "--model.widht=3", "--model.rule=z", "--model.kinds=[1]", "--model.dim=3"]
     with pytest.raises(ConfigError) as caught:
-        load_config(argv)
+        parse_args(argv)
     assert caught.value.problems == (
         "model.widht: there is no such key; did you mean model.width?",
         'model.rule: "z" is not one of its values; give "x" or "y"',
@@ -428,7 +431,7 @@ def test_mistakes_in_a_users_model_are_told_the_same_way(own_model: list[str]) -
         "vocab_size, image_height, image_width, image_channels, seq_len",
     )
     with pytest.raises(ConfigError) as caught:
-        load_config([*own_model, "--model.width=3", "--parallelism.tensor_parallel_degree=2"])
+        parse_args([*own_model, "--model.width=3", "--parallelism.tensor_parallel_degree=2"])
     assert caught.value.problems == ("model.width: 3 is odd; give an even one",)
 
 
@@ -436,7 +439,7 @@ def test_help_lists_the_keys_of_a_users_model(
     own_model: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        load_config([*own_model, "--help"])
+        parse_args([*own_model, "--help"])
     text = capsys.readouterr().out
     assert "  width  (the flavor's)" in text
     assert "num_heads" not in text
@@ -449,7 +452,7 @@ def test_a_model_that_fails_to_import_is_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(ConfigError) as caught:
-        load_config(["--experimental.custom_import=broken_model"])
+        parse_args(["--experimental.custom_import=broken_model"])
     assert caught.value.problems == (
         'experimental.custom_import: importing "broken_model" failed with RuntimeError '
         f'(two lines); give a module that can be imported from "{os.getcwd()}"',
@@ -477,7 +480,7 @@ def test_a_module_that_registers_no_model_is_refused(
     try:
         for module in ("os", "idle_module", "os"):
             with pytest.raises(ConfigError) as caught:
-                load_config([f"--experimental.custom_import={module}"])
+                parse_args([f"--experimental.custom_import={module}"])
             assert caught.value.problems == (
                 f'experimental.custom_import: "{module}" registers no model and no data set; give '
                 "a module that does (titanlite.register_model(...)), or remove this key",
@@ -485,12 +488,12 @@ def test_a_module_that_registers_no_model_is_refused(
         own = ("--model.name=own", "--model.flavor=small")
         # The second time, and from inside the package, the import itself registers nothing.
         for module in ("own_package", "own_package", "own_package.parts"):
-            load_config([f"--experimental.custom_import={module}"])
-            assert load_config([f"--experimental.custom_import={module}", *own]).model.name == "own"
+            parse_args([f"--experimental.custom_import={module}"])
+            assert parse_args([f"--experimental.custom_import={module}", *own]).model.name == "own"
         # What it imports was imported before: the model of the job is there all the same.
-        load_config(["--experimental.custom_import=own_package.imports_parts", *own])
+        parse_args(["--experimental.custom_import=own_package.imports_parts", *own])
         with pytest.raises(ConfigError, match="registers no model"):
-            load_config(["--experimental.custom_import=own_package.idle"])
+            parse_args(["--experimental.custom_import=own_package.idle"])
     finally:
         for name in set(sys.modules) - imported:
             if name.startswith(("own_package", "idle_module")):
@@ -509,7 +512,7 @@ def test_a_name_is_registered_once() -> None:
 def test_a_spec_that_names_nothing_is_one_line() -> None:
     MODELS.add(ModelSpec("hollow", "no_such_module:Config", "a:C", "a:D"))
     with pytest.raises(ConfigError) as caught:
-        load_config(["--model.name=hollow"])
+        parse_args(["--model.name=hollow"])
     assert caught.value.problems == (
         'model.name: loading "no_such_module:Config" or its flavors failed with '
         "ModuleNotFoundError (No module named 'no_such_module'); "
@@ -526,7 +529,7 @@ def test_help_has_every_key_and_exits_with_0(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as exit_:
-        load_config(["--training.steps=x", flag])  # a mistake does not keep help away
+        parse_args(["--training.steps=x", flag])  # a mistake does not keep help away
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
@@ -571,10 +574,10 @@ def test_document_is_up_to_date() -> None:
 def test_reading_a_job_is_quick_and_imports_no_torch() -> None:
     script = (
         "import sys, time\n"
-        "from titanlite.config import load_config, resolve_job\n"
-        "config = load_config(['--parallelism.tensor_parallel_degree=2'])\n"
+        "from titanlite.config import parse_args, resolve_job\n"
+        "config = parse_args(['--parallelism.tensor_parallel_degree=2'])\n"
         "resolve_job(config, 4)\n"
-        "try:\n    load_config(['--help'])\nexcept SystemExit:\n    pass\n"
+        "try:\n    parse_args(['--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'numpy', 'sklearn', 'matplotlib', 'rich'} & set(sys.modules)\n"
         "print(sorted(heavy), time.process_time(), file=sys.stderr)\n"
     )

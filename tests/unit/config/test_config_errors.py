@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.config import load_config, make_config, override
+from titanlite.config import JobConfig, override, parse_args
 from titanlite.config.keys import job_keys
 from titanlite.errors import ConfigError
 from titanlite.registry import DATASETS, MODELS
@@ -260,7 +260,7 @@ BAD_COMMAND_LINES: list[tuple[Any, list[str]]] = [
 
 def problems_of(argv: list[str]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load_config(argv)
+        parse_args(argv)
     return list(caught.value.problems)
 
 
@@ -370,7 +370,7 @@ def test_a_key_that_is_wrong_itself_is_not_blamed_again() -> None:
 def test_command_line_mends_file(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text('[training]\nsteps = "10"\n')
-    config = load_config([f"--job.config_file={file}", "--training.steps=10"])
+    config = parse_args([f"--job.config_file={file}", "--training.steps=10"])
     assert config.training.steps == 10
 
 
@@ -429,9 +429,9 @@ def test_problems_travel_between_processes() -> None:
 def test_make_config_and_override_refuse_the_same() -> None:
     expected = "training.steps: 0 is out of range; give an integer of at least 1"
     with pytest.raises(ConfigError, match=expected):
-        make_config({"training": {"steps": 0}})
+        JobConfig.from_dict({"training": {"steps": 0}})
     with pytest.raises(ConfigError, match=expected):
-        override(make_config({}), {"training.steps": 0})
+        override(JobConfig.from_dict({}), {"training.steps": 0})
 
 
 NAMES = st.sampled_from([*sorted(job_keys()), "model.dim", "model.num_kv_heads", "x"])
@@ -459,7 +459,7 @@ def tidy_problems_of(make: Callable[[], object]) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
 def test_any_value_makes_a_job_or_one_line_for_each_mistake(values: dict[str, Any]) -> None:
-    tidy_problems_of(lambda: override(make_config({}), values))
+    tidy_problems_of(lambda: override(JobConfig.from_dict({}), values))
 
 
 @settings(max_examples=100, deadline=None)
@@ -469,14 +469,14 @@ def test_any_text_makes_a_job_or_one_line_for_each_mistake(texts: list[tuple[str
     words = [word for part in argv for word in part.split(" ", 1)]
     # Asking for help is no mistake and makes no job.
     words = [word for word in words if not word.startswith("-h") and not "--help".startswith(word)]
-    tidy_problems_of(lambda: load_config(words))
+    tidy_problems_of(lambda: parse_args(words))
 
 
 def test_a_table_that_cannot_run_is_named_by_its_file(tmp_path: Path) -> None:
     table = tmp_path / "own.csv"
     table.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     with pytest.raises(ConfigError) as caught:
-        load_config(
+        parse_args(
             [
                 "--parallelism.pipeline_parallel_degree=2",
                 f"--parallelism.pipeline_parallel_schedule_csv={table}",

@@ -9,7 +9,7 @@ import pytest
 
 from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.config.keys import job_keys
-from titanlite.config.load import make_config
+from titanlite.config.load import JobConfig
 from titanlite.errors import ConfigError
 from titanlite.tools.convert.stored import ASKED, DATA, stored_sections
 
@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_imports_nothing_that_its_checkpoint_names(tmp_path, 
     (tmp_path / "evil_model.py").write_text("raise SystemExit('it ran')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    config = make_config({"model": {"flavor": "debug"}})
+    config = JobConfig.from_dict({"model": {"flavor": "debug"}})
     saved = {
         "model": {"flavor": "debug", "num_layers": 10**15},
         "experimental": {"custom_import": "evil_model"},

@@ -22,7 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.config import JobConfig, make_config
+from titanlite.config import JobConfig
 from titanlite.config.data import prepare_data, source_arguments, spec_for
 from titanlite.data.keyed_random import Permutation
 from titanlite.data.sampler import GlobalBatchSampler
@@ -46,7 +46,7 @@ def job(path: Path | None = None, **changes: Any) -> JobConfig:
     for name, value in changes.items():
         section, key = name.split("__")
         values.setdefault(section, {})[key] = value
-    return make_config(values)
+    return JobConfig.from_dict(values)
 
 
 def build(config: JobConfig, split: str = "train", seq_len: int = 8, model: Any = TINY) -> Any:

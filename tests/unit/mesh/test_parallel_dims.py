@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanlite.config import make_config, make_parallel_dims, resolve_job
+from titanlite.config import JobConfig, make_parallel_dims, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import (
     AXES,
@@ -108,7 +108,7 @@ def job(**parallelism: int) -> Any:
     """A job whose model splits up to 3 ways and up to 8."""
     sizes = {"dim": 48, "num_heads": 24, "ffn_hidden_dim": 48, "vocab_size": 24}
     sizes["image_height"] = 24
-    return make_config(
+    return JobConfig.from_dict(
         {
             "parallelism": parallelism,
             "model": sizes,
@@ -153,7 +153,7 @@ def test_a_shard_degree_of_minus_one_takes_the_other_ranks() -> None:
 
 
 def test_gpus_do_not_count_on_cpu() -> None:
-    config = make_config({"job": {"device": "cpu"}})
+    config = JobConfig.from_dict({"job": {"device": "cpu"}})
     assert make_parallel_dims(config, None, num_gpus=8) == ParallelDims()
 
 
@@ -256,7 +256,7 @@ def test_degrees_that_do_not_make_up_the_world(
 
 
 def test_batch_is_checked_once_the_ranks_are_known() -> None:
-    config = make_config({"training": {"global_batch_size": 24}})
+    config = JobConfig.from_dict({"training": {"global_batch_size": 24}})
     resolve_job(config, 3)
     with pytest.raises(ConfigError) as caught:
         resolve_job(config, 2)

@@ -215,7 +215,7 @@ def test_other_sizes_in_config_json_are_refused_before_ranks_start(tmp_path: Pat
             "initial_load_path": str(tmp_path),
         }
         with pytest.raises(ConfigError) as caught:
-            titanlite.make_config(
+            titanlite.JobConfig.from_dict(
                 {"model": {"name": "net", "dim": dim}, "checkpoint": checkpoint, "training": {}}
             )
         return [

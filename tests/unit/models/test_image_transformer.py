@@ -8,7 +8,7 @@ from torch import nn
 
 from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.models.image_transformer.model import ImageEmbeddings, ImageTransformer
-from titanlite.training.initialize import generator_for, initialize
+from titanlite.training.initial_weights import generator_for, initialize
 
 
 def build(seed: int = 0, **changes) -> ImageTransformer:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlite.config import load_config, resolve_job
+from titanlite.config import parse_args, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.build import build_model, count_flops
@@ -22,7 +22,7 @@ from titanlite.modules.batch import make_batch
 from titanlite.modules.tied import find_tied
 from titanlite.registry import MODELS
 from titanlite.tools.sample.generate import generate, number_documents
-from titanlite.training.initialize import generator_for, initialize
+from titanlite.training.initial_weights import generator_for, initialize
 
 FLAVORS: dict[str, dict[str, Any]] = {"llama3": LLAMA3_FLAVORS, "gpt2": GPT2_FLAVORS}
 NAMES = tuple(FLAVORS)
@@ -386,7 +386,7 @@ def test_problems_name_key_and_cure(sizes, degrees, seq_len, problems) -> None:
 
 def test_a_torchtitan_job_names_the_model_and_its_flavor() -> None:
     job = resolve_job(
-        load_config(
+        parse_args(
             [
                 *("--model.name=llama3", "--model.flavor=debugmodel", "--training.seq_len=128"),
                 *("--training.dataset=synthetic", "--model.n_kv_heads=4"),
@@ -395,7 +395,7 @@ def test_a_torchtitan_job_names_the_model_and_its_flavor() -> None:
     )
     assert (job.model.n_kv_heads, job.model.vocab_size, job.seq_len) == (4, 2048, 128)
     with pytest.raises(ConfigError, match=r"did you mean model\.n_layers"):
-        resolve_job(load_config(["--model.name=llama3", "--model.num_layers=3"]))
+        resolve_job(parse_args(["--model.name=llama3", "--model.num_layers=3"]))
 
 
 def test_the_default_flavor_is_torchtitans() -> None:

@@ -3,8 +3,9 @@
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from ring_pictures import draw_all, draw_ring
+
 from titanlite.modules.attention import make_layout
-from titanlite.tools.figures.ring import draw_all, draw_ring
 
 FOLDER = Path(__file__).parents[3] / "docs/images/context_parallel"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -14,7 +15,7 @@ def test_drawings_in_docs_are_current():
     drawings = draw_all()
     assert {path.name for path in FOLDER.iterdir()} == set(drawings)
     stale = [name for name, svg in drawings.items() if (FOLDER / name).read_text() != svg]
-    assert not stale, "run: python -m titanlite.tools.figures.ring docs/images/context_parallel"
+    assert not stale, "run: python docs/ring_pictures.py docs/images/context_parallel"
 
 
 def test_the_ring_shows_what_is_computed_and_what_travels():

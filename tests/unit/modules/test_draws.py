@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite import register_dataset, register_model
-from titanlite.config import load_model_spec, make_config, resolve_job
+from titanlite.config import JobConfig, load_model_spec, resolve_job
 from titanlite.job import Job, build_job
 from titanlite.models.build import build_model
 from titanlite.modules.batch import FieldDims, call_model, make_batch
@@ -133,7 +133,7 @@ def built(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         world = World(rank, num_ranks, 0, num_ranks, torch.device("cpu"))
-        yield build_job(resolve_job(make_config(changes), num_ranks), world)
+        yield build_job(resolve_job(JobConfig.from_dict(changes), num_ranks), world)
     finally:
         dist.destroy_process_group()
 
@@ -403,7 +403,7 @@ def test_the_models_of_titanlite_draw_nothing() -> None:
     for name in ("image_transformer", "llama3", "gpt2"):
         keys = {"dropout": 0.5} if name != "llama3" else {}
         dataset = {"dataset": "digits"}
-        config = make_config({"model": {"name": name, **keys}, "training": dataset})
+        config = JobConfig.from_dict({"model": {"name": name, **keys}, "training": dataset})
         with torch.device("meta"):
             sizes = resolve_job(config, 1).model
             model = build_model(load_model_spec(config), sizes, torch.float32)

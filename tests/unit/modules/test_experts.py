@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from titanlite.config import make_config, resolve_job
+from titanlite.config import JobConfig, resolve_job
 from titanlite.errors import ConfigError, collecting
 from titanlite.models.build import build_model
 from titanlite.models.llama3.config import FLAVORS
@@ -23,7 +23,7 @@ from titanlite.modules.experts.balance import sequence_loss
 from titanlite.modules.experts.products import prefers_grouped, swiglu
 from titanlite.parallelize import apply_float8, find_plan
 from titanlite.registry import MODELS
-from titanlite.training.initialize import initialize
+from titanlite.training.initial_weights import initialize
 
 T, B, D, H, E, K = 12, 3, 16, 24, 6, 2
 
@@ -332,7 +332,7 @@ def problems_of(parallelism: dict[str, int], **model: Any) -> list[str]:
         "parallelism": {"data_parallel_shard_degree": 1, **parallelism},
     }
     with pytest.raises(ConfigError) as caught:
-        resolve_job(make_config(config))
+        resolve_job(JobConfig.from_dict(config))
     return caught.value.problems
 
 
@@ -391,7 +391,7 @@ def test_a_plan_that_does_not_fit_is_refused(
 
 def test_balance_cannot_be_forced_without_experts() -> None:
     with pytest.raises(ConfigError, match="the model has no experts; remove this key"):
-        resolve_job(make_config({"debug": {"moe_force_load_balance": True}}))
+        resolve_job(JobConfig.from_dict({"debug": {"moe_force_load_balance": True}}))
 
 
 MIXTRAL = "the Hugging Face format of Mixtral"
@@ -435,7 +435,7 @@ def test_what_hugging_face_folders_cannot_hold_is_refused(
         "checkpoint": {"enable": True, "last_save_in_hf": True, "last_save_model_only": True},
     }
     with collecting(found := []):
-        resolve_job(make_config(config))
+        resolve_job(JobConfig.from_dict(config))
     assert found == [f"{line}, or write titanlite's own checkpoint" for line in problems]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.config import load_config, make_config, resolve_job
+from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.observe.first_screen import Fact, beside, render_screen
 from titanlite.observe.mesh_drawing import draw_mesh
@@ -34,11 +34,11 @@ def facts_of(config: Any, machine: Machine = CPU, **start: Any) -> dict[str, Fac
 
 
 def facts(*argv: str, machine: Machine = CPU) -> dict[str, Fact]:
-    return facts_of(load_config(argv), machine)
+    return facts_of(parse_args(argv), machine)
 
 
 def test_the_shipped_job_says_what_it_is_going_to_do() -> None:
-    shown = facts_of(load_config(["--job.config_file=configs/tp2_fsdp2.toml"]))
+    shown = facts_of(parse_args(["--job.config_file=configs/tp2_fsdp2.toml"]))
     assert {name: fact.text for name, fact in shown.items()} == {
         "device": "cpu, 4 ranks with gloo; this machine has no GPU",
         "torch": "2.13.0",
@@ -131,7 +131,7 @@ def test_a_batch_that_depends_on_the_plan_says_so() -> None:
 def test_warm_up_and_decay_are_shown_as_they_will_be(
     keys: dict[str, Any], steps: int, text: str, differs: bool
 ) -> None:
-    config = make_config(
+    config = JobConfig.from_dict(
         {"training": {"steps": steps}, "lr_scheduler": keys, "optimizer": {"lr": 1e-3}}
     )
     shown = facts_of(config)["learning rate"]
@@ -139,7 +139,7 @@ def test_warm_up_and_decay_are_shown_as_they_will_be(
 
 
 def test_mixed_precision_endless_data_and_a_checkpoint_are_named() -> None:
-    config = make_config(
+    config = JobConfig.from_dict(
         {
             "training": {"mixed_precision_param": "bfloat16", "dataset": "synthetic", "steps": 40},
             "checkpoint": {"enable": True, "interval": 20, "async_mode": "async"},
@@ -191,7 +191,7 @@ def test_the_plain_screen_is_aligned_and_wraps_below_itself() -> None:
 
 @pytest.mark.parametrize("config", sorted(Path("configs").glob("*.toml")), ids=lambda p: p.stem)
 def test_the_screen_of_every_config_fits_80_columns_and_some_40_lines(config: Path) -> None:
-    resolved = resolve_job(load_config([f"--job.config_file={config}", *HERE.get(config.stem, ())]))
+    resolved = resolve_job(parse_args([f"--job.config_file={config}", *HERE.get(config.stem, ())]))
     long = "6 units; reshard after forward: default; computes in bfloat16, reduces in float32"
     features = ("pipeline parallel", "tensor parallel", "context parallel", "data parallel")
     rows = [PlanRow(feature, "HSDP 2 x 2", "HSDP 2 x 2", long) for feature in features]

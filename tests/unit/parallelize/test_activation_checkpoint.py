@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titanlite.config import make_config
+from titanlite.config import JobConfig
 from titanlite.errors import TitanliteError
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.image_transformer.config import FLAVORS
@@ -25,7 +25,7 @@ from titanlite.modules.names import canonical_name
 from titanlite.parallelize import ParallelPlan, apply_ac, apply_compile
 from titanlite.parallelize.activation_checkpoint.step import apply as activation_checkpoint
 from titanlite.parallelize.part import Part
-from titanlite.training.initialize import initialize
+from titanlite.training.initial_weights import initialize
 
 NUM_LAYERS, NUM_MM = 4, 7  # matrix multiplications in a block: q, k, v, o and three of SwiGLU
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -136,7 +136,7 @@ def test_recomputation_draws_the_random_numbers_of_the_forward_pass(keys, is_sam
     linear = nn.Linear(64, 64)
     model = nn.ModuleDict({"blocks": nn.ModuleDict({"0": nn.Sequential(linear, nn.Dropout())})})
     plan = ParallelPlan(blocks="blocks")
-    config = make_config({"activation_checkpoint": {"mode": "full", **keys}})
+    config = JobConfig.from_dict({"activation_checkpoint": {"mode": "full", **keys}})
     meshes = None  # activation checkpointing needs none
     activation_checkpoint(Part(model, config, ParallelDims(), meshes, plan, None))
     x = torch.ones(1, 64, requires_grad=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlite.config import make_config, resolve_job
+from titanlite.config import JobConfig, resolve_job
 from titanlite.job import build_job
 from titanlite.mesh.device_mesh import build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims
@@ -67,7 +67,7 @@ def test_where_fsdp_is_active_for_another_reason_the_plan_says_so(
     active: str,
     reason: str,
 ) -> None:
-    config = make_config(
+    config = JobConfig.from_dict(
         {
             "model": {"flavor": "debug"},
             "training": {"dataset": "synthetic", **training},
@@ -82,7 +82,7 @@ def test_where_fsdp_is_active_for_another_reason_the_plan_says_so(
 
 
 def test_plan_keys_without_a_module_are_listed(world: World) -> None:
-    config = make_config({"parallelism": {"tensor_parallel_degree": NUM_RANKS}})
+    config = JobConfig.from_dict({"parallelism": {"tensor_parallel_degree": NUM_RANKS}})
     dims = ParallelDims(tp=NUM_RANKS)
     model = nn.ModuleDict({"norm": nn.LayerNorm(8)})
     plan = ParallelPlan(tensor_parallel={"norm": NormLocal(), "blocks.*.nrom": NormLocal()})
@@ -96,7 +96,7 @@ def test_plan_keys_without_a_module_are_listed(world: World) -> None:
 def test_ddp_of_compiled_blocks_uses_the_optimizer_of_dynamo(world: World) -> None:
     degrees = {"data_parallel_replicate_degree": NUM_RANKS, "data_parallel_shard_degree": 1}
     for enable, expected in ((False, True), (True, "ddp_optimizer")):
-        config = make_config(
+        config = JobConfig.from_dict(
             {
                 "model": {"flavor": "debug"},
                 "training": {"dataset": "synthetic"},

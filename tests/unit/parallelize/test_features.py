@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.config import make_config
+from titanlite.config import JobConfig
 from titanlite.config.keys import job_keys, job_sections
 from titanlite.config.toml import put
 from titanlite.fields import Check
@@ -52,7 +52,7 @@ def test_off_switches_a_feature_off(feature: Feature) -> None:
         values: dict[str, Any] = {}
         for name, value in feature.off.items():
             put(values, name, value)
-        assert feature not in features_on(make_config(values))
+        assert feature not in features_on(JobConfig.from_dict(values))
 
 
 def test_every_section_of_a_feature_is_a_section_of_a_job() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.config import JobConfig, checks, make_config, resolve_job
+from titanlite.config import JobConfig, checks, resolve_job
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.parallelize import apply_float8
 from titanlite.parallelize.float8 import linear as float8_linear
@@ -208,7 +208,7 @@ def job(**changes: dict[str, Any]) -> JobConfig:
     }
     for name, keys in changes.items():
         sections[name] = {**sections.get(name, {}), **keys}
-    return make_config(sections)
+    return JobConfig.from_dict(sections)
 
 
 def float8(**keys: Any) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_a_mesh_without_names_is_cut_into_as_many_units(
 ) -> None:
     model = make_model()
     own = init_device_mesh("cpu", (4,), mesh_dim_names=names)
-    assert apply_fsdp(model, own, plan=plan) == units
+    assert apply_fsdp(model, own, plan=plan).num_units == units
     assert all(parameter.to_local().numel() for parameter in model.parameters())
 
 
@@ -106,5 +106,6 @@ def test_a_dictionary_is_a_plan_everywhere(mesh: DeviceMesh) -> None:
     model, plan = make_model(), {"layers.*": ColwiseParallel()}
     assert apply_tp(model, mesh["tp"], plan).parallelized == ("layers.0", "layers.1")
     assert apply_ac(model, "full", plan=plan).wrapped == ("layers.0", "layers.1")
-    assert apply_compile(model, backend="eager", plan=plan) == 2
-    assert apply_fsdp(model, mesh["dp_shard"], param_dtype=torch.bfloat16, plan=plan) == 3
+    assert apply_compile(model, backend="eager", plan=plan).blocks == ("layers.0", "layers.1")
+    sharded = apply_fsdp(model, mesh["dp_shard"], param_dtype=torch.bfloat16, plan=plan)
+    assert sharded.num_units == 3

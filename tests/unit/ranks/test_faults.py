@@ -19,7 +19,7 @@ import pytest
 
 from titanlite.errors import ConfigError, RankError
 from titanlite.ranks.crash_state import BlackBox, read_black_box
-from titanlite.ranks.launch import FAULTS, Place, run_ranks
+from titanlite.ranks.launch import FAULTS, Place, spawn
 
 TIMEOUT_SECONDS = 2.0
 # From the end of the timeout to the end of the last process, on a machine that is busy.
@@ -208,7 +208,7 @@ SLOW: dict[Callable[..., None], tuple[str, ...]] = {
 def check(misbehave: Callable[..., None], expected: tuple[str, ...]) -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as raised:
-        run_ranks(run_badly, 4, misbehave, timeout_seconds=60)
+        spawn(run_badly, 4, misbehave, timeout_seconds=60)
     said = f"{raised.value.rank_traceback}\n{raised.value}"
     for words in expected:
         assert words in said, said
@@ -254,7 +254,7 @@ def keep_the_interpreter(place: Place, seconds: float) -> str:
 
 def test_nobody_reads_the_stack_of_a_healthy_rank_without_the_interpreters_lock():
     """Whatever does so crashes the process now and then, however long its watch is kept waiting."""
-    _, text = run_ranks(keep_the_interpreter, 2, 4.0, timeout_seconds=60)
+    _, text = spawn(keep_the_interpreter, 2, 4.0, timeout_seconds=60)
     thread, *noted = text.strip().splitlines()
     assert thread.startswith("0x")
     # As `note` writes it; the interpreter's own lines would be added behind.
@@ -347,7 +347,7 @@ def count_calls(place: Place) -> list[list[int]]:
 
 
 def test_progress_is_seen_in_collectives_and_in_messages():
-    for (world, group), *later in run_ranks(count_calls, 2, timeout_seconds=60):
+    for (world, group), *later in spawn(count_calls, 2, timeout_seconds=60):
         assert later == [[world, group + 1], [world, group + 2], [world + 1, group + 2]]
 
 
@@ -433,7 +433,7 @@ def test_a_rank_that_never_comes_is_named():
             pass
 
     with pytest.raises(RankError, match="rank 1: did not join the rendezvous") as raised:
-        run_ranks(stay_away, 3, timeout_seconds=60)
+        spawn(stay_away, 3, timeout_seconds=60)
     assert "comm.init_timeout_seconds" in raised.value.rank_traceback
 
 
@@ -477,7 +477,7 @@ def read_what_does_not_come() -> None:
 )
 def test_a_save_prints_from_a_step(function, reason, named):
     with pytest.raises(RankError) as raised:
-        run_ranks(function, 2, timeout_seconds=60)
+        spawn(function, 2, timeout_seconds=60)
     said = f"{raised.value.rank_traceback}\n{raised.value}"
     assert f"The run has stopped: ranks waited {reason}.\n" in said, said
     assert raised.value.rank == 1, said
@@ -535,8 +535,8 @@ def test_a_swap_of_equal_collectives_is_named():
                 return str(error)
             return ""
 
-    assert run_ranks(swap_equal, 3, 0) == ["", "", ""]
-    said = run_ranks(swap_equal, 3, 1)
+    assert spawn(swap_equal, 3, 0) == ["", "", ""]
+    said = spawn(swap_equal, 3, 1)
     assert len(set(said)) == 1
     assert said[0].startswith("rank 0: at collective 3 over the world it called all_reduce of 8 ")
     for words in ("in share_second before all_reduce", "in share_first; ranks 1, 2 called them"):

@@ -13,7 +13,7 @@ import pytest
 
 from titanlite.errors import ConfigError, RankError
 from titanlite.ranks import fork_server
-from titanlite.ranks.launch import Place, choose_device, run_ranks, torchrun_place
+from titanlite.ranks.launch import Place, choose_device, spawn, torchrun_place
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,7 +30,7 @@ def test_ranks_meet_and_return_in_order():
             dist.all_reduce(tensor)
             return world.rank, tensor.tolist()
 
-    assert run_ranks(total, 4, 0) == [(rank, [6, 10, 14, 18]) for rank in range(4)]
+    assert spawn(total, 4, 0) == [(rank, [6, 10, 14, 18]) for rank in range(4)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc returns memory at every step")
@@ -49,7 +49,7 @@ def test_a_rank_keeps_the_memory_of_its_tensors():
             torch.ones(1 << 23)  # 32 MiB, freed at once
             return resident() - before
 
-    assert run_ranks(resident_after_a_tensor, 1)[0] > 1 << 24
+    assert spawn(resident_after_a_tensor, 1)[0] > 1 << 24
 
 
 def test_the_rank_that_raised_is_named_not_its_peers():
@@ -65,7 +65,7 @@ def test_the_rank_that_raised_is_named_not_its_peers():
             dist.all_reduce(torch.ones(1))
 
     with pytest.raises(RankError) as raised:
-        run_ranks(fail_on_two, 4)
+        spawn(fail_on_two, 4)
     assert str(raised.value) == "rank 2: ValueError: no such shard (from KeyError: 'third')"
     assert "fail_on_two" in raised.value.rank_traceback
 
@@ -77,7 +77,7 @@ def test_a_killed_rank_is_named():
         threading.Event().wait()
 
     with pytest.raises(RankError, match="rank 1: was killed by SIGKILL"):
-        run_ranks(die_on_one, 2)
+        spawn(die_on_one, 2)
 
 
 def _crash(place):
@@ -96,7 +96,7 @@ def _crash(place):
 def test_ranks_that_all_crash_leave_a_stack():
     # Either rank may end first.
     with pytest.raises(RankError, match=r"rank [01]: was killed by SIGSEGV") as caught:
-        run_ranks(_crash, 2)
+        spawn(_crash, 2)
     rank = caught.value.rank
     first, *_, crashed, last = caught.value.rank_traceback.splitlines()
     assert first == f"Python stack of rank {rank}, as last recorded (most recent call last):"
@@ -111,7 +111,7 @@ def test_ranks_that_do_not_end_are_named_and_ended():
         return os.getpid()
 
     with pytest.raises(RankError, match="rank 1 did not finish within 1 s; all ranks were term"):
-        run_ranks(stay, 2, timeout_seconds=1)
+        spawn(stay, 2, timeout_seconds=1)
 
 
 def test_ranks_are_gone_after_an_error(tmp_path):
@@ -124,7 +124,7 @@ def test_ranks_are_gone_after_an_error(tmp_path):
         threading.Event().wait()
 
     with pytest.raises(RankError, match="rank 0: RuntimeError: stop"):
-        run_ranks(note_pid, 3)
+        spawn(note_pid, 3)
     for path in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
@@ -162,13 +162,13 @@ def test_a_rank_ends_when_its_launcher_does(tmp_path):
 
 RUN_IN_A_FOLDER = """
 import os
-from titanlite.ranks.launch import run_ranks
+from titanlite.ranks.launch import spawn
 
 def environment(place):
     return os.getcwd(), os.environ.get("PYTHONSAFEPATH"), os.environ.get("PYTHONPATH")
 
 if __name__ == "__main__":
-    print(run_ranks(environment, 1)[0])
+    print(spawn(environment, 1)[0])
 """
 
 
@@ -221,7 +221,7 @@ def test_a_mistake_of_the_user_is_raised_as_it_is_with_its_rank():
             raise ConfigError("model.name: is odd")
 
     with pytest.raises(ConfigError, match=r"^model\.name: is odd$") as raised:
-        run_ranks(mistaken, 2)
+        spawn(mistaken, 2)
     assert raised.value.rank == 1
 
 
@@ -246,5 +246,5 @@ def test_ranks_divide_the_cores(monkeypatch: pytest.MonkeyPatch):
         with mock.patch.object(world, "num_cores", return_value=num_cores), world.open_world(place):
             return torch.get_num_threads()
 
-    assert run_ranks(num_threads, 2, 6) == [3, 3]
-    assert run_ranks(num_threads, 2, 1) == [1, 1]
+    assert spawn(num_threads, 2, 6) == [3, 3]
+    assert spawn(num_threads, 2, 1) == [1, 1]

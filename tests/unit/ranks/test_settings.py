@@ -32,7 +32,7 @@ import titanlite
 # Libraries that a run imports draw a random number as they are imported, once in a process.
 import titanlite.checkpoint.run
 import titanlite.observe.reporter
-from titanlite.config import make_config, resolve_job
+from titanlite.config import JobConfig, resolve_job
 from titanlite.job import build_job
 from titanlite.parallelize.activation_checkpoint.apply import IGNORED_OPERATORS
 from titanlite.ranks.settings import keeping_freed_memory, own_settings
@@ -83,7 +83,7 @@ def config(folder: Path, changes: Sections) -> Any:
     sections.setdefault("parallelism", {"data_parallel_shard_degree": 1})
     for name, keys in changes.items():
         sections.setdefault(name, {}).update(keys)
-    return make_config(sections)
+    return JobConfig.from_dict(sections)
 
 
 def settings() -> dict[str, Any]:
@@ -150,7 +150,7 @@ def test_a_run_leaves_every_setting_of_its_process_as_it_was(tmp_path: Path, nam
     SAC_IGNORED_OPS.difference_update(IGNORED_OPERATORS)
     before, inside = settings(), {}
 
-    def on_step(event: titanlite.Event) -> None:
+    def on_step(event: titanlite.callbacks.Event) -> None:
         inside.update(changed(before))
 
     titanlite.train(config(tmp_path, JOBS[name]), on_step=on_step)
@@ -165,7 +165,7 @@ def test_a_run_leaves_every_setting_of_its_process_as_it_was(tmp_path: Path, nam
 def test_a_run_that_fails_leaves_every_setting_as_it_was(tmp_path: Path) -> None:
     before = settings()
 
-    def fail(event: titanlite.Event) -> None:
+    def fail(event: titanlite.callbacks.Event) -> None:
         raise ValueError("on purpose")
 
     with pytest.raises(titanlite.RankError, match="on purpose"):

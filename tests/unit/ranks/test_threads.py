@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.ranks.hang_state import recorded_calls
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.ranks.turns import Turns
 from titanlite.ranks.world import World, open_world
 
@@ -30,7 +30,7 @@ def in_threads(function: Callable[[World], Any], num_ranks: int = RANKS) -> list
         with open_world(place) as world:
             return function(world)
 
-    return run_ranks(on_rank, num_ranks, threads=True)
+    return spawn(on_rank, num_ranks, threads=True)
 
 
 def tensor(world: World, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_collectives_give_what_processes_get() -> None:
         with open_world(place) as world:
             return calls(world)
 
-    threads, processes = in_threads(calls), run_ranks(on_rank, RANKS, timeout_seconds=100)
+    threads, processes = in_threads(calls), spawn(on_rank, RANKS, timeout_seconds=100)
     for mine, other in zip(threads, processes, strict=True):
         assert mine.keys() == other.keys()
         for name in mine:

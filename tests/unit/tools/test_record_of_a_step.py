@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from titanlite import cli
-from titanlite.config import make_config, resolve_job
+from titanlite.config import JobConfig, resolve_job
 from titanlite.tools.debug.messages import record_step
-from titanlite.tools.lab.drawing import Record
+from titanlite.tools.lab.pictures import Record
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 JOB: dict[str, Any] = {
@@ -23,7 +23,7 @@ JOB: dict[str, Any] = {
 
 def recorded(step: int = 2, **parallelism: Any) -> Record:
     shards = {"data_parallel_shard_degree": 1, **parallelism}
-    return record_step(resolve_job(make_config({**JOB, "parallelism": shards})), step)
+    return record_step(resolve_job(JobConfig.from_dict({**JOB, "parallelism": shards})), step)
 
 
 def named(record: Record) -> Counter[tuple[str, str]]:

@@ -11,9 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.errors import TitanliteError
 from titanlite.modules.batch import make_batch
-from titanlite.training.gradient_norm import gradient_norm
-from titanlite.training.initialize import initialize
+from titanlite.training.initial_weights import initialize
 from titanlite.training.loss import IGNORE_INDEX, BatchLoss, batch_dims, token_loss_sum
+from titanlite.training.norm import gradient_norm
 from titanlite.training.optimizer import build_optimizer, build_scheduler, lr_factor
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +24,21 @@ from titanlite.parallelize.plan import find_container
 from titanlite.ranks import settings
 
 
+@dataclass(frozen=True)
+class CompileReport:
+    """What apply_compile did: the blocks that it compiled."""
+
+    blocks: tuple[str, ...]
+
+
 def apply_compile(
     model: nn.Module,
     *,
     backend: str = "inductor",
     fullgraph: bool = True,
     plan: Plan | None = None,
-) -> int:
-    """Compile each block of `model` in place; return the number of blocks.
+) -> CompileReport:
+    """Compile each block of `model` in place.
 
     Dynamo traces a block's code once and reuses the graph for every block with the same shapes.
     With `fullgraph`, a graph break in a block raises an error, except in blocks with experts.
@@ -59,7 +67,7 @@ def apply_compile(
         if has_buffers(block) and (recomputes or isinstance(block, CheckpointWrapper)):
             _refuse_changed_buffers(compiled, block, plan.block_name(key))
         container.register_module(key, compiled)
-    return len(blocks)
+    return CompileReport(tuple(plan.block_name(key) for key, _ in blocks))
 
 
 def keep_caches_apart(tp_mesh: DeviceMesh | None) -> None:

@@ -13,7 +13,8 @@ def apply(part: Part) -> PlanRow:
     requested = " + ".join(section.components)
     notes = []
     if "model" in section.components:
-        notes.append(f"{apply_compile(part.model, backend=section.backend, plan=part.plan)} blocks")
+        report = apply_compile(part.model, backend=section.backend, plan=part.plan)
+        notes.append(f"{len(report.blocks)} blocks")
     if "loss" in section.components:
         notes.append("the loss")
     return PlanRow("compile", requested, requested, f"{' and '.join(notes)} with {section.backend}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,6 +17,13 @@ from titanlite.parallelize.plan import find_container
 ROTATIONS = ("alltoall", "allgather")
 
 
+@dataclass(frozen=True)
+class ContextParallelReport:
+    """What apply_cp did: the blocks that have ring attention."""
+
+    blocks: tuple[str, ...]
+
+
 def apply_cp(
     model: nn.Module,
     cp_mesh: DeviceMesh,
@@ -22,8 +31,8 @@ def apply_cp(
     layout: str | Layout = "headtail",
     rotate_method: str = "alltoall",
     plan: Plan | None = None,
-) -> int:
-    """Replace each block's inner attention by ring attention; return the number of blocks.
+) -> ContextParallelReport:
+    """Replace each block's inner attention by ring attention.
 
     `plan.attention` is the name, within a block, of an attention module that is called with
     q [B, H, T, E] and k, v [B, K, T, E], and `plan.is_causal` says whether it is causal. The rest
@@ -56,4 +65,4 @@ def apply_cp(
             ) from None
         ring = RingAttention(cp_mesh, layout, rotate_method, is_causal=plan.is_causal)
         block.set_submodule(plan.attention, ring)
-    return len(blocks)
+    return ContextParallelReport(tuple(plan.block_name(key) for key in blocks))

@@ -20,12 +20,12 @@ def apply(part: Part) -> PlanRow:
         parallelism.context_parallel_load_balancer,
         parallelism.context_parallel_rotate_method,
     )
-    count = apply_cp(model, meshes.cp, layout=layout, rotate_method=rotation, plan=part.plan)
+    report = apply_cp(model, meshes.cp, layout=layout, rotate_method=rotation, plan=part.plan)
     dtype = DTYPES[config.training.param_dtype]
     model_config: Any = getattr(model, "config", None)
     inputs = meshes.cp.device_type, dtype, getattr(model_config, "head_dim", 64)
     name = f"CP {meshes.cp.size()}"
-    note = f"{count} blocks, {layout} layout, {rotation}; {explain_choice(*inputs)}"
+    note = f"{len(report.blocks)} blocks, {layout} layout, {rotation}; {explain_choice(*inputs)}"
     masked = explain_choice(*inputs, masked=True)
     if takes(model, "documents") and masked != explain_choice(*inputs):
         note += f"; blocks with several documents: {masked}"

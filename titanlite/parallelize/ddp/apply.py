@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: torch checks the types of a hook's annotations.
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,15 @@ from titanlite.ranks import settings
 BUCKET_CAP_MB = 100
 
 
-def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = False) -> int:
-    """Replicate `model` over the 1-D `replicate_mesh`; return the bucket size in MB.
+@dataclass(frozen=True)
+class DDPReport:
+    """What apply_ddp did: the largest size of a bucket of gradients, in MB."""
+
+    bucket_cap_mb: int
+
+
+def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = False) -> DDPReport:
+    """Replicate `model` over the 1-D `replicate_mesh`.
 
     `compiled` enables Dynamo's DDP optimizer. It splits graphs at bucket boundaries, so that
     reductions overlap with the backward pass of compiled blocks.
@@ -34,7 +42,7 @@ def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = 
     replica: Any = replicate(model, device_mesh=replicate_mesh, bucket_cap_mb=BUCKET_CAP_MB)
     replica.register_comm_hook(replicate_mesh.get_group(), _sum_bucket)
     _fix_layout(replica)
-    return BUCKET_CAP_MB
+    return DDPReport(BUCKET_CAP_MB)
 
 
 def _fix_layout(replica: Any) -> None:

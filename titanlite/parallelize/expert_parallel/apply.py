@@ -9,6 +9,7 @@ instead, each rank takes its shard of the tokens and the outputs are gathered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,6 +43,13 @@ class GateLocal(ParallelStyle):
         return replace_forward(module, forward)
 
 
+@dataclass(frozen=True)
+class ExpertParallelReport:
+    """What apply_ep did: the expert layers that it found."""
+
+    layers: tuple[str, ...]
+
+
 def apply_ep(
     model: nn.Module,
     ep_mesh: DeviceMesh | None,
@@ -49,10 +57,10 @@ def apply_ep(
     tp_mesh: DeviceMesh | None = None,
     cp_mesh: DeviceMesh | None = None,
     plan: Plan | None = None,
-) -> int:
+) -> ExpertParallelReport:
     """Spread the experts of every expert layer of `model` over the 1-D `ep_mesh`, in place.
 
-    Returns the number of expert layers. With `ep_mesh` None, the layers only learn over which
+    With `ep_mesh` None, the layers only learn over which
     meshes the tokens of a sequence are sharded: `tp_mesh` (after apply_tp) and `cp_mesh`. Each rank
     of `ep_mesh` has its own tokens, and equally many experts. `plan` says whether tensor
     parallelism shards the sequence between blocks; if not, a layer shards its tokens and gathers
@@ -91,7 +99,7 @@ def apply_ep(
         placements = dict.fromkeys(("w1", "w2", "w3"), Shard(0))
         distribute(layer.experts, ep_mesh, placements, None)
         layer.experts.exchange = Exchange(ep_mesh.get_group())
-    return len(layers)
+    return ExpertParallelReport(tuple(layers))
 
 
 def _shard_tokens(layer: ExpertLayer, tp_mesh: DeviceMesh, name: str) -> None:

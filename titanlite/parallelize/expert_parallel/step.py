@@ -12,7 +12,7 @@ def apply(part: Part) -> PlanRow:
     """Spread experts over ranks."""
     meshes, dims = part.meshes, part.dims
     feature = "expert parallel"
-    count = apply_ep(
+    report = apply_ep(
         part.model,
         meshes.ep,
         tp_mesh=meshes.tp,
@@ -23,7 +23,7 @@ def apply(part: Part) -> PlanRow:
     if not known:
         return PlanRow(feature, "off", "off")
     number = next(iter(known.values())).num_experts
-    blocks = f"{count} blocks of {number} experts"
+    blocks = f"{len(report.layers)} blocks of {number} experts"
     replicas = dims.num_replicas
     if meshes.experts is None:
         return PlanRow(feature, "off", "off")
@@ -38,7 +38,7 @@ def apply(part: Part) -> PlanRow:
     if replicas > 1:
         notes.append(f"{replicas} replicas")
     name = f"EP {dims.ep}" if dims.ep_enabled else "off"
-    return PlanRow(feature, name, name if count else "off", "; ".join(notes))
+    return PlanRow(feature, name, name if report.layers else "off", "; ".join(notes))
 
 
 STEP = FeatureStep(apply)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +59,8 @@ class Scaling:
     """The features that tp shards: "in", "out", or "" if the layer is replicated."""
     hardware: bool
     """Whether products run in torch._scaled_mm."""
+    note: Callable[[int, str, Tensor], None] | None = None
+    """Called with the index of a weight, "weight" or "gradient", and its scale."""
 
     def over_tokens(self) -> Groups:
         """The groups of an amax over tokens, one amax per feature."""
@@ -165,8 +167,9 @@ class Float8Linear(nn.Linear):
         self.recipe, self.groups, self.emulate = recipe, groups, emulate
         self.has_units = has_units or has_hardware
         self.was_multiplied = False
-        self.observed: list[tuple[bool, float]] | None = None
-        """If a list, each product appends (input is scaled by rows, largest amax of the input)."""
+        self.observed: list[tuple[str, bool, float]] | None = None
+        """If a list, each product appends ("input", whether it has a scale per row, its largest
+        amax), and if each has one scale, ("weight" or "gradient", False, the scale's inverse)."""
         self.precomputed: tuple[Tensor, tuple[int, int]] | None = None
         """For a weight that is gathered in float8: its amax, and the weight's version then."""
         self.while_scaling: Callable[[str], AbstractContextManager[object]] = nullcontext
@@ -198,7 +201,15 @@ class Float8Linear(nn.Linear):
                 if layer.observed is not None:
                     rows = x.detach().reshape(-1, x.size(-1))
                     (amax,) = reduce_max([_of_input(scaling, rows)])
-                    layer.observed.append((scaling.recipe.rowwise, amax.max().item()))
+                    rowwise = scaling.recipe.rowwise
+                    layer.observed.append(("input", rowwise, amax.max().item()))
+            if layers[0].observed is not None:
+
+                def note(index: int, what: str, scale: Tensor) -> None:
+                    if (observed := layers[index].observed) is not None and scale.numel() == 1:
+                        observed.append((what, False, 1.0 / scale.item()))
+
+                scaling = replace(scaling, note=note)
         return _Products.apply(scaling, x, *weights)
 
     def scaling_of(self, x: Tensor, weight: Tensor) -> Scaling:
@@ -273,6 +284,9 @@ class _Products(torch.autograd.Function):
         x_cast = cast(rows, scale_of(amax, recipe.dtype, recipe), recipe.dtype)
         scales = iter([scale_of(a, recipe.dtype, recipe) for a in amaxes])
         weight_scales = [w.scale if isinstance(w, Float8Weight) else next(scales) for w in weights]
+        if scaling.note is not None:
+            for index, scale in enumerate(weight_scales):
+                scaling.note(index, "weight", scale)
         casts = [
             _cast_weight(w, scale, recipe) for w, scale in zip(weights, weight_scales, strict=True)
         ]
@@ -327,6 +341,9 @@ def _tensorwise_gradients(
         cast(g, scale_of(amax, recipe.gradient_dtype, recipe), recipe.gradient_dtype)
         for g, amax in zip(gs, amaxes, strict=True)
     ]
+    if scaling.note is not None:
+        for index, g_cast in enumerate(g_casts):
+            scaling.note(index, "gradient", g_cast.scale)
     x_gradient = None
     if needed[0]:
         casts = [

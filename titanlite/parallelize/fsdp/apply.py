@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -36,6 +37,13 @@ from titanlite.ranks.settings import ignore_warnings
 RESHARD = ("default", "always", "never")
 
 
+@dataclass(frozen=True)
+class FSDPReport:
+    """What apply_fsdp did: the number of units that it sharded."""
+
+    num_units: int
+
+
 def apply_fsdp(
     model: nn.Module,
     dp_mesh: DeviceMesh,
@@ -48,8 +56,8 @@ def apply_fsdp(
     pin_memory: bool | None = None,
     expert_mesh: DeviceMesh | None = None,
     plan: Plan | None = None,
-) -> int:
-    """Shard `model` in place with FSDP2; return the number of units.
+) -> FSDPReport:
+    """Shard `model` in place with FSDP2.
 
     A unit (the embeddings, each block, the head, and the remaining parameters) is gathered before
     it computes, and its gradients are reduced afterwards. If a weight is tied between embeddings
@@ -147,7 +155,7 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             # FSDP2 implements a division, even by one, as PREMUL_SUM, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
-    return units
+    return FSDPReport(units)
 
 
 def _with_forward(module: nn.Module) -> list[nn.Module]:

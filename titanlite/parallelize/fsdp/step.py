@@ -20,8 +20,10 @@ def apply(part: Part) -> PlanRow:
     if not dims.uses_fsdp(is_plain=is_plain, has_experts=meshes.experts is not None):
         if dims.num_replicas == 1:
             return PlanRow("data parallel", requested, "off")
-        bucket = part.ddp(model, meshes.dp[dims.replica_dim], compiled=config.compile.enable)
-        return PlanRow("data parallel", requested, requested, f"buckets of {bucket} MB")
+        report = part.ddp(model, meshes.dp[dims.replica_dim], compiled=config.compile.enable)
+        return PlanRow(
+            "data parallel", requested, requested, f"buckets of {report.bucket_cap_mb} MB"
+        )
     own_shards = meshes.experts is not None and dims.num_expert_shards > 1
     pins = training.cpu_offload_pin_memory and part.hardware.can_pin(meshes.world.device_type)
     units = apply_fsdp(
@@ -35,7 +37,7 @@ def apply(part: Part) -> PlanRow:
         pin_memory=pins,
         expert_mesh=meshes.expert_dp,
         plan=part.plan,
-    )
+    ).num_units
     num_shards = dims.num_weight_shards
     active = _data_parallel_name(dims.num_replicas, num_shards)
     notes = ["1 unit" if units == 1 else f"{units} units"]

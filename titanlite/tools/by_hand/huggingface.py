@@ -1,4 +1,4 @@
-"""Hugging Face folders for a model outside a job: `titanlite.export`, `titanlite.load_weights`.
+"""Hugging Face folders for a model outside a job: `titanlite.save_hf`, `titanlite.load_hf`.
 
 The model may be plain or parallelized by hand: its parameters are tensors or DTensors. It is one of
 transformers, or of a class that is registered with an HFFormat and keeps its sizes as `config`.
@@ -28,7 +28,7 @@ from titanlite.ranks.peers import Peers
 from titanlite.registry import MODELS, load
 
 
-def export(
+def save_hf(
     model: nn.Module,
     folder: str | Path,
     *,
@@ -59,12 +59,12 @@ def export(
     dtypes = {parameter.dtype for parameter in parameters.values()}
     if dtype is None and len(dtypes) != 1:
         raise TitanliteError(
-            f"export: the parameters have several dtypes ({_listed(dtypes)}); give dtype"
+            f"save_hf: the parameters have several dtypes ({_listed(dtypes)}); give dtype"
         )
     if any(parameter.is_meta for parameter in parameters.values()):
-        raise TitanliteError("export: the model is on the meta device; give it values first")
+        raise TitanliteError("save_hf: the model is on the meta device; give it values first")
     if like is not None and not is_hf_folder(like):
-        raise TitanliteError(f"export: like, {like}, has no config.json; give a folder that has")
+        raise TitanliteError(f"save_hf: like, {like}, has no config.json; give a folder that has")
     unfinished = folder.with_name(f"{folder.name}.new")
     peers = Peers()
     writers: list[FolderWriter] = []
@@ -107,7 +107,7 @@ def export(
             raise
 
 
-def load_weights(model: nn.Module, folder: str | Path) -> None:
+def load_hf(model: nn.Module, folder: str | Path) -> None:
     """Load a Hugging Face folder, or one .safetensors file of it, into `model` in place.
 
     Each rank reads only its shards of DTensors. Parameters may have another dtype than the file.
@@ -118,7 +118,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     names, _ = _format_of(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise TitanliteError(
-            "load_weights: the model is on the meta device; call to_empty(device=...) on it, and "
+            "load_hf: the model is on the meta device; call to_empty(device=...) on it, and "
             "set its buffers"
         )
     further = find_tied(model)
@@ -160,9 +160,9 @@ def _explaining(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         why = error.strerror or error
-        raise TitanliteError(f"export: writing {folder} failed: {why}") from error
+        raise TitanliteError(f"save_hf: writing {folder} failed: {why}") from error
     except TitanliteError as error:
-        raise TitanliteError(f"export: {error}") from error
+        raise TitanliteError(f"save_hf: {error}") from error
 
 
 def _listed(dtypes: set[torch.dtype]) -> str:

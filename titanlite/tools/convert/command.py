@@ -50,30 +50,27 @@ def main(arguments: Sequence[str]) -> int:
         description="Convert the weights of a checkpoint to a Hugging Face folder or to one "
         ".safetensors file, or either of these to a checkpoint that holds only weights.",
     )
-    parser.add_argument(
-        "source", type=Path, help="step-N, a folder of them, .safetensors, or Hugging Face folder"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="file or folder to write")
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype to write; default: unchanged")
-    parser.add_argument(
+    add = parser.add_argument
+    add("source", type=Path, help="step-N, a folder of them, .safetensors, or Hugging Face folder")
+    add("--out", type=Path, required=True, help="file or folder to write")
+    add("--dtype", choices=DTYPE_NAMES, help="dtype to write; default: unchanged")
+    add(
         "--like",
         type=Path,
         metavar="FOLDER",
         help="Hugging Face folder, whose tokenizer and generation settings are copied",
     )
-    parser.add_argument(
+    add(
         "--model",
         metavar="NAME",
         help="the model that gets the weights of a Hugging Face folder; default: hf, its own code",
     )
-    parser.add_argument(
+    add(
         f"--{IMPORT}",
         metavar="MODULE",
         help="module that registers the model; never taken from the checkpoint",
     )
-    parser.add_argument(
-        f"--{PATH}", metavar="FOLDER", help="folder with config.json, if the model hf has one"
-    )
+    add(f"--{PATH}", metavar="FOLDER", help="folder with config.json, if the model hf has one")
     asked = parser.parse_args(arguments)
     is_file = asked.source.suffix == ".safetensors"
     is_hf = is_hf_folder(asked.source) and not (asked.source / MANIFEST).exists()
@@ -187,15 +184,14 @@ def from_hf_folder(
         written = {**(written or {}), "model": _model_of(source, model or own)}
     names = _names_of(written, source)
     plain = _plain_model(written, names)
+    shapes = {name: parameter.shape for name, parameter in plain.named_parameters()}
     with opened_weights(source, names) as stored:
-        shapes = {name: parameter.shape for name, parameter in plain.named_parameters()}
-        pieces, buffers = _pieces_of(stored, shapes, plain)
-        everything = {**pieces, **buffers}
-        stored.refuse_unexpected(stored.names_of(everything, find_tied(plain)))
-        stored.fill(everything, pieces)
-    tensors = {name: piece.local for name, piece in everything.items()}
-    plan = "a Hugging Face folder"
-    return _write_checkpoint(tensors, written, source, out, dtype, plan, buffers)
+        pieces = _pieces_of(stored, shapes, plain)
+        stored.refuse_unexpected(stored.names_of(pieces, find_tied(plain)))
+        stored.fill(pieces, shapes)
+    tensors = {name: piece.local for name, piece in pieces.items()}
+    buffers = pieces.keys() - shapes.keys()
+    return _write_checkpoint(tensors, written, source, out, dtype, "a Hugging Face folder", buffers)
 
 
 def _model_of(folder: Path, model: str) -> dict[str, Any]:
@@ -263,10 +259,9 @@ def _read_checkpoint(
             files = [path / name for name in manifest.weight_files]
             with opened_weights(path, names, files) as opened:
                 plain = _plain_model(manifest.config, names)
-                pieces, buffers = _pieces_of(opened, manifest.shapes, plain)
-                everything = {**pieces, **buffers}
-                opened.fill(everything, pieces)
-            tensors = {name: piece.local for name, piece in everything.items()}
+                pieces = _pieces_of(opened, manifest.shapes, plain)
+                opened.fill(pieces, manifest.shapes)
+            tensors = {name: piece.local for name, piece in pieces.items()}
         else:
             stored = {
                 name: what
@@ -297,23 +292,18 @@ def _plain_model(config: Mapping[str, Mapping[str, Any]], names: Names) -> nn.Mo
 
 def _pieces_of(
     stored: StoredWeights, shapes: Mapping[str, Sequence[int]], plain: nn.Module
-) -> tuple[Pieces, Pieces]:
-    """Whole parameters and buffers to fill: parameters in the stored dtype, buffers zero."""
+) -> Pieces:
+    """Whole tensors to fill: parameters of `shapes` in the stored dtype, and zero buffers."""
     import torch
 
     from titanlite.checkpoint.storage import Piece
     from titanlite.modules.shards import buffers_of
 
-    kinds = {name: stored.dtype_of(name, shape) for name, shape in shapes.items()}
-    pieces = {
-        name: Piece.whole(torch.empty(tuple(shape), dtype=kinds[name] or torch.float32))
-        for name, shape in shapes.items()
-    }
-    buffers = {
-        name: Piece.whole(torch.zeros_like(buffer, device="cpu"))
-        for name, buffer in buffers_of([plain]).items()
-    }
-    return pieces, buffers
+    kinds = {name: stored.dtype_of(name, shape) or torch.float32 for name, shape in shapes.items()}
+    tensors = {name: torch.empty(tuple(shape), dtype=kinds[name]) for name, shape in shapes.items()}
+    for name, buffer in buffers_of([plain]).items():
+        tensors[name] = torch.zeros_like(buffer, device="cpu")
+    return {name: Piece.whole(tensor) for name, tensor in tensors.items()}
 
 
 def _write_checkpoint(

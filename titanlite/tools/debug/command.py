@@ -16,7 +16,7 @@ from typing import Any
 from titanlite.callbacks import TrainResult
 from titanlite.config import ResolvedJob, read_job
 from titanlite.errors import ConfigError, RankError, TitanliteError, quote
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.run import train_on_rank
 from titanlite.start import Start, check_start
 from titanlite.tools.options import count, require_writable, split_options, write
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--rank: {rank} is not a rank of this job; give 0 to {size - 1}")
     before, sys.breakpointhook = sys.breakpointhook, Debugging(rank).at_breakpoint
     try:
-        run_ranks(_on_rank, size, start.job, start.device_type, rank, threads=True)
+        spawn(_on_rank, size, start.job, start.device_type, rank, threads=True)
     except TitanliteError as error:
         if isinstance(_first_cause(error), BdbQuit):
             print("stopped in the debugger", file=sys.stderr)

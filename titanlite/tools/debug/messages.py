@@ -22,15 +22,16 @@ from torch.nn.modules.module import (
 from titanlite.config import ResolvedJob
 from titanlite.job import Job, build_job
 from titanlite.modules.names import canonical_name
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.ranks.report import Call
 from titanlite.ranks.settings import ignore_warnings
 from titanlite.ranks.threads import thread_world
 from titanlite.ranks.turns import current_rank, is_rank
 from titanlite.ranks.world import open_world
-from titanlite.tools.lab.drawing import Record
+from titanlite.tools.lab.pictures import Record
 from titanlite.tools.lab.record import (
     COLLECTIVE,
+    NO_TENSOR,
     RECEIVE,
     RESUME,
     RETURN,
@@ -48,7 +49,7 @@ MOST_FRAMES = 30
 
 def record_step(job: ResolvedJob, step: int) -> Record:
     """Train until the `step`-th step on ranks that are threads, and record that step."""
-    return Record(run_ranks(_on_rank, job.dims.world_size, job, step, threads=True))
+    return Record(spawn(_on_rank, job.dims.world_size, job, step, threads=True))
 
 
 def _on_rank(place: Place, resolved: ResolvedJob, step: int) -> list[Event]:
@@ -102,8 +103,9 @@ class StepListener:
         operation = call.operation.partition(" ")[0]
         shape = tuple(tensors[0].shape) if len(tensors) == 1 else (call.num_elements,)
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        info = TensorInfo(call.dtype, shape, num_bytes) if tensors else None
-        label = self._module(rank) or _words(call.site.rpartition(" in ")[2])
+        info = TensorInfo(call.dtype, shape, num_bytes) if tensors else NO_TENSOR
+        function = call.site.rpartition(" in ")[2]
+        label = self._module(rank) or function.strip("_").replace("_", " ")
         self._add(rank, COLLECTIVE, number, operation, label, ranks, call.group, info, call.site)
         return number
 
@@ -111,10 +113,9 @@ class StepListener:
         if rank not in self._names:
             return 0
         number = next(self._numbers)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        info = TensorInfo(dtype, tuple(tensor.shape), tensor.nbytes)
         kind = SEND if is_send else RECEIVE
-        self._add(rank, kind, number, "", self._module(rank), (peer,), channel, info)
+        where = self._module(rank), (peer,), channel
+        self._add(rank, kind, number, "", *where, TensorInfo.of(tensor))
         return number
 
     @contextlib.contextmanager
@@ -175,11 +176,6 @@ class StepListener:
         if node is None or type(node).__name__ == "AccumulateGrad":
             return ""
         return node.metadata.get(MODULE, "")
-
-
-def _words(function: str) -> str:
-    """The name of a function as words."""
-    return function.strip("_").replace("_", " ")
 
 
 def _nodes(values: Any) -> list[Any]:

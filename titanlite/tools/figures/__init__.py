@@ -2,9 +2,8 @@
 
 schedule_svg.py schedule_html.py schedule_png.py schedule_text.py   a timeline, which
                schedule_layout.py lays out; palette.py: the colours
-ring.py      sequence layouts and ring attention, as SVG
 messages.py  the messages between ranks, as SVG and as a page to step through
-canvas.py    the shapes of ring.py and messages.py
+canvas.py    the shapes of messages.py
 page_file.py   a page of its .html, .css and .js in page/
 chart.py sweep.py memory.py figure.py   curves, a sweep of simulations, the memory of workers
 """

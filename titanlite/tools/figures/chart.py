@@ -23,6 +23,15 @@ class Series:
     style: str = "line"  # or "dashed", "points"
     color: int = 0
 
+    @property
+    def fill(self) -> str:
+        return COLORS[self.color % len(COLORS)]
+
+    @property
+    def stroke(self) -> str:
+        dash = " stroke-dasharray='6 4'" if self.style == "dashed" else ""
+        return f"stroke='{self.fill}' stroke-width='2.2'{dash}"
+
 
 @dataclass(frozen=True)
 class ReferenceLine:
@@ -58,10 +67,9 @@ def draw_chart(
     ys = [point[1] for one in series for point in one.points]
     ys += [marker.y for marker in markers if marker.y is not None]
     across = _Scale(x, min(xs), max(xs), LEFT, WIDTH - RIGHT)
-    up = _Scale(y, min(ys) if y.is_log else 0, max(ys) * (2 if y.is_log else 1.05), 0, 0)
-    up = _Scale(y, up.low, up.high, HEIGHT - BOTTOM, TOP)
-    key = _key(series)
-    height = HEIGHT + 18 * len(key)
+    low, high = (min(ys), max(ys) * 2) if y.is_log else (0, max(ys) * 1.05)
+    up = _Scale(y, low, high, HEIGHT - BOTTOM, TOP)
+    height = HEIGHT + 18 * len(series)
     lines = [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' "
         f"viewBox='0 0 {WIDTH} {height}' {FONT} font-size='12'>",
@@ -74,8 +82,8 @@ def draw_chart(
         lines += _marker(marker, across, up)
     for one in series:
         lines += _series(one, across, up)
-    for row, (dash, color, name) in enumerate(key):
-        lines += _key_line(row, dash, color, name)
+    for row, one in enumerate(series):
+        lines += _key_line(HEIGHT + 18 * row, one)
     return "\n".join([*lines, "</svg>\n"])
 
 
@@ -128,18 +136,16 @@ def _grid(across: _Scale, up: _Scale) -> list[str]:
 
 
 def _series(one: Series, across: _Scale, up: _Scale) -> list[str]:
-    color = COLORS[one.color % len(COLORS)]
     places = [(across(x), up(y)) for x, y in one.points]
     if one.style == "points":
         return [
-            f"<circle cx='{a}' cy='{b}' r='4.5' fill='{color}' stroke='white'>"
+            f"<circle cx='{a}' cy='{b}' r='4.5' fill='{one.fill}' stroke='white'>"
             f"<title>{escape(one.name)}: {escape(across.axis.show(x))}, "
             f"{escape(up.axis.show(y))}</title></circle>"
             for (a, b), (x, y) in zip(places, one.points, strict=True)
         ]
     path = "L".join(f"{a} {b}" for a, b in places)
-    dash = " stroke-dasharray='6 4'" if one.style == "dashed" else ""
-    return [f"<path d='M{path}' fill='none' stroke='{color}' stroke-width='2.2'{dash}/>"]
+    return [f"<path d='M{path}' fill='none' {one.stroke}/>"]
 
 
 def _marker(marker: ReferenceLine, across: _Scale, up: _Scale) -> list[str]:
@@ -161,15 +167,8 @@ def _marker(marker: ReferenceLine, across: _Scale, up: _Scale) -> list[str]:
     ]
 
 
-def _key(series: Sequence[Series]) -> list[tuple[str, str, str]]:
-    return [(one.style, COLORS[one.color % len(COLORS)], one.name) for one in series]
-
-
-def _key_line(row: int, style: str, color: str, name: str) -> list[str]:
-    at = HEIGHT + 18 * row
-    if style == "points":
-        sign = f"<circle cx='{LEFT + 14}' cy='{at}' r='4.5' fill='{color}'/>"
-    else:
-        dash = " stroke-dasharray='6 4'" if style == "dashed" else ""
-        sign = f"<path d='M{LEFT} {at}h28' stroke='{color}' stroke-width='2.2'{dash}/>"
-    return [sign, f"<text x='{LEFT + 38}' y='{at + 4}'>{escape(name)}</text>"]
+def _key_line(at: int, one: Series) -> list[str]:
+    sign = f"<path d='M{LEFT} {at}h28' {one.stroke}/>"
+    if one.style == "points":
+        sign = f"<circle cx='{LEFT + 14}' cy='{at}' r='4.5' fill='{one.fill}'/>"
+    return [sign, f"<text x='{LEFT + 38}' y='{at + 4}'>{escape(one.name)}</text>"]

@@ -34,18 +34,15 @@ def save_memory(
     panels: Sequence[MemoryPanel],
     kinds: Sequence[str],
     *,
-    title: str = "",
-    time_unit: str = "steps",
-    size_unit: str = "",
+    title: str,
+    time_unit: str,
+    size_unit: str,
 ) -> None:
     """Draw the peak of each worker as stacked bars, and below them the workers over time.
 
     Of more than 8 workers, those over time are 8, in order: the one with the highest peak, and
-    others at equal distances. The suffix of `path` is .png or .svg. Raises ValueError without
-    panels.
+    others at equal distances. The suffix of `path` is .png or .svg.
     """
-    if not panels:
-        raise ValueError("there are no workers to draw")
     shown = _choose(panels)
     used = [i for i in range(len(kinds)) if any(c[1][i] for p in panels for c in p.corners)]
     rows = -(-len(shown) // 4)
@@ -77,9 +74,8 @@ def save_memory(
         frameon=False,
         fontsize=9,
     )
-    if title:
-        lines = textwrap.fill(title, _TITLE_WIDTH)
-        bars.set_title(lines, loc="left", fontsize=10, pad=24, parse_math=False)
+    lines = textwrap.fill(title, _TITLE_WIDTH)
+    bars.set_title(lines, loc="left", fontsize=10, pad=24, parse_math=False)
     save_figure(figure, path)
 
 

@@ -275,10 +275,8 @@ def _legend_step(kind: str) -> float:
 
 def shown_curves(timeline: Timeline) -> list[tuple[int, str]]:
     """The index and name of each curve in the key: all, or of more than 8 the first and last."""
-    names = list(timeline.curves)
-    return (
-        list(enumerate(names)) if len(names) <= 8 else [(0, names[0]), (len(names) - 1, names[-1])]
-    )
+    names = list(enumerate(timeline.curves))
+    return names if len(names) <= 8 else [names[0], names[-1]]
 
 
 def _ticks(length: float, about: int = 12) -> list[float]:

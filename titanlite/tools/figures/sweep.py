@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -48,22 +48,26 @@ class Style(NamedTuple):
     marker: str
     size: float
 
+    def marks(self, is_filled: bool) -> dict[str, Any]:
+        """The arguments of `Axes.plot` for points without a line."""
+        fill = self.color if is_filled else "white"
+        look = {"color": self.color, "marker": self.marker, "markersize": self.size}
+        return {**look, "markerfacecolor": fill, "linestyle": ""}
+
 
 def save_sweep(
     path: str | Path,
     points: Sequence[SweptPoint],
     *,
-    title: str = "",
-    x_label: str = "workers",
-    memory_label: str = "stage inputs held at once by a worker",
-    time_label: str = "makespan, steps",
+    title: str,
+    x_label: str,
+    memory_label: str,
+    time_label: str,
 ) -> None:
     """Draw the points as two plots, in the format of the suffix of `path`, .png or .svg.
 
-    Points on a front are filled. Raises ValueError if there are no points.
+    Points on a front are filled.
     """
-    if not points:
-        raise ValueError("there are no points to draw")
     figure = make_figure(11, 5)
     left, right = figure.subplots(1, 2)
     names = list(dict.fromkeys(point.series for point in points))
@@ -90,9 +94,8 @@ def save_sweep(
         ncols=min(6, len(names) + 2),
         frameon=False,
     )
-    if title:
-        lines = textwrap.fill(title, _TITLE_WIDTH)
-        figure.suptitle(lines, x=0.01, ha="left", fontsize=12, parse_math=False)
+    lines = textwrap.fill(title, _TITLE_WIDTH)
+    figure.suptitle(lines, x=0.01, ha="left", fontsize=12, parse_math=False)
     save_figure(figure, path)
 
 
@@ -100,15 +103,8 @@ def _draw_memory(axes: Axes, points: Sequence[SweptPoint], style: dict[str, Styl
     for name, look in style.items():
         for is_on_front in (False, True):
             shown = [p for p in points if p.series == name and p.is_on_memory_front == is_on_front]
-            axes.plot(
-                [point.memory for point in shown],
-                [point.bubble for point in shown],
-                look.marker,
-                color=look.color,
-                markerfacecolor=look.color if is_on_front else "white",
-                markersize=look.size,
-                zorder=3 if is_on_front else 2,
-            )
+            memory, bubbles = [p.memory for p in shown], [p.bubble for p in shown]
+            axes.plot(memory, bubbles, zorder=3 if is_on_front else 2, **look.marks(is_on_front))
     places: dict[tuple[float, float], SweptPoint] = {}
     for point in points:
         if point.is_on_memory_front:
@@ -159,14 +155,7 @@ def _draw_makespan(axes: Axes, points: Sequence[SweptPoint], style: dict[str, St
         x, y = [point.x for point in shown], [point.makespan for point in shown]
         axes.plot(x, y, color=look.color, linewidth=1, alpha=0.5)
         for point in shown:
-            axes.plot(
-                point.x,
-                point.makespan,
-                look.marker,
-                color=look.color,
-                markerfacecolor=look.color if point.is_on_workers_front else "white",
-                markersize=look.size,
-            )
+            axes.plot(point.x, point.makespan, **look.marks(point.is_on_workers_front))
         if last.line and (last.line not in ends or ends[last.line].makespan < last.makespan):
             ends[last.line] = last
     values = sorted({point.x for point in points})

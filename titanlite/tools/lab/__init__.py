@@ -5,33 +5,39 @@ and data, tensor and pipeline parallelism and ZeRO by hand. docs/lab/ explains t
 `titanlite lab` runs it. Import names from here; torch is loaded on first use of a name.
 """
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from titanlite.lazy import lazy
+
+if TYPE_CHECKING:  # its names are many, and none of them is public
+
+    def __getattr__(name: str) -> Any: ...
+
 
 _HOME = {
-    "cluster": ["VirtualCluster"],
-    "device": ["VirtualDevice"],
-    "channel": ["VirtualChannel", "DeviceChannel", "HostChannel"],
-    "counts": ["Counts", "Collective"],
-    "drawing": ["Record"],
-    "record": ["Message", "Event", "TensorInfo"],
-    "diagnosis": ["CommunicationError"],
-    "link": ["Link"],
-    "group": ["Group"],
-    "mesh": ["Mesh", "MeshIndex", "MeshError"],
-    "operation": ["Operation"],
-    "sharding": ["DimSharding", "TensorSharding", "ShardingError"],
-    "sharded_operation": ["ShardedOperation"],
-    "resharding": ["reshard"],
-    "matmul": ["MatMul", "MatMulBackward", "MatMulSharding", "MatMulShardingPolicy"],
-    "feed_forward": [
+    "cluster": ("VirtualCluster",),
+    "device": ("VirtualDevice",),
+    "channel": ("VirtualChannel", "DeviceChannel", "HostChannel"),
+    "counts": ("Counts", "Collective"),
+    "pictures": ("Record",),
+    "record": ("Message", "Event", "TensorInfo"),
+    "diagnosis": ("CommunicationError",),
+    "link": ("Link",),
+    "group": ("Group",),
+    "mesh": ("Mesh", "MeshIndex", "MeshError"),
+    "operation": ("Operation",),
+    "sharding": ("DimSharding", "TensorSharding", "ShardingError"),
+    "sharded_operation": ("ShardedOperation",),
+    "resharding": ("reshard",),
+    "matmul": ("MatMul", "MatMulBackward", "MatMulSharding", "MatMulShardingPolicy"),
+    "feed_forward": (
         "FeedForward",
         "Feedforward",
         "FeedForwardBackward",
         "FeedForwardSharding",
         "FeedForwardShardingPolicy",
-    ],
-    "lecture": [
+    ),
+    "lecture": (
         "TrainingRecord",
         "cleanup",
         "get_device",
@@ -41,40 +47,25 @@ _HOME = {
         "single_process_main",
         "spawn",
         "summarize_tensor",
-    ],
-    "communicator": [
-        "ChannelCommunicator",
-        "Communicator",
-        "TorchCommunicator",
-        "over_channels",
-    ],
-    "data_parallel": ["GradientBuckets", "data_parallelism_main"],
-    "tensor_parallel": ["tensor_parallelism_main"],
-    "pipeline_parallel": ["pipeline_parallelism_main", "gpipe", "one_forward_one_backward"],
-    "zero": ["zero_parallelism_main"],
-    "three_d_parallel": ["three_d_parallelism_main"],
-    "pipelining": [
+    ),
+    "communicator": ("ChannelCommunicator", "Communicator", "TorchCommunicator", "over_channels"),
+    "data_parallel": ("GradientBuckets", "data_parallelism_main"),
+    "tensor_parallel": ("tensor_parallelism_main",),
+    "pipeline_parallel": ("pipeline_parallelism_main", "gpipe", "one_forward_one_backward"),
+    "zero": ("zero_parallelism_main",),
+    "three_d_parallel": ("three_d_parallelism_main",),
+    "pipelining": (
         "Pipeline",
         "PipelineError",
         "PipelineResult",
         "PipelineStage",
         "PipelinedOperation",
-    ],
-    "mlp": ["MLP"],
-    "expert_parallel": ["Experts", "Load", "expert_parallel_layer", "single_process_layer"],
-    "context_parallel": ["ring_attention", "shard_sequence", "unshard_sequence"],
-    "bandwidth": ["Bandwidth", "measure_bandwidth"],
+    ),
+    "mlp": ("MLP",),
+    "expert_parallel": ("Experts", "Load", "expert_parallel_layer", "single_process_layer"),
+    "context_parallel": ("ring_attention", "shard_sequence", "unshard_sequence"),
+    "bandwidth": ("Bandwidth", "measure_bandwidth"),
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+__all__ = sorted(name for names in _HOME.values() for name in names)
 
-__all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+lazy(__name__, _HOME)

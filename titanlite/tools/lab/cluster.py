@@ -15,7 +15,6 @@ that unequal sizes, unequal collectives and deadlocks are errors that name both 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import queue
@@ -31,7 +30,7 @@ from titanlite.errors import RankError
 from titanlite.ranks.launch import Place, Ranks, not_done
 from titanlite.ranks.world import open_world
 from titanlite.tools.lab.channel import HostChannel, dumps, loads
-from titanlite.tools.lab.counts import CountingMode, Counts, total
+from titanlite.tools.lab.counts import Counts
 from titanlite.tools.lab.device import ALGORITHMS, VirtualDevice
 from titanlite.tools.lab.diagnosis import (
     CommunicationError,
@@ -39,12 +38,12 @@ from titanlite.tools.lab.diagnosis import (
     check_deadlock,
     check_received,
 )
-from titanlite.tools.lab.drawing import Record
-from titanlite.tools.lab.link import Link, SlowCompute
+from titanlite.tools.lab.link import Link
 from titanlite.tools.lab.mesh import Mesh, MeshIndex
 from titanlite.tools.lab.operation import Operation
+from titanlite.tools.lab.pictures import Record
 from titanlite.tools.lab.record import Logs, log_path
-from titanlite.tools.lab.recorder import Recorder
+from titanlite.tools.lab.recorder import CountingMode, Recorder
 
 CALL, TENSOR = b"c", b"t"
 START_SECONDS = 120
@@ -142,7 +141,8 @@ class VirtualCluster:
         flops_per_second = flops_per_second or self.flops_per_second
         if not flops_per_second > 0:
             raise ValueError(f"flops_per_second: {flops_per_second} is not positive")
-        setting = self.mesh, algorithm, link or self.link, flops_per_second, record
+        start = time.monotonic()
+        setting = self.mesh, algorithm, link or self.link, flops_per_second, start, record
         calls = [CALL + dumps((function, share, *setting)) for share in shares]
         if self._ranks is not None and len(self._ranks) < self.mesh.size:
             self.close()
@@ -164,7 +164,7 @@ class VirtualCluster:
         answers = [loads(self._results[rank]) for rank in range(self.mesh.size)]
         self.device_counts = [counts for _, counts in answers]
         assert self._logs is not None
-        self._record = Record(self._logs.read().events)
+        self._record = Record(self._logs.read())
         try:
             check_agreement(self._record)
             check_received(self._record)
@@ -177,7 +177,7 @@ class VirtualCluster:
     @property
     def counts(self) -> Counts:
         """The counts of the last run, summed over devices; `device_counts` has one per device."""
-        return total(self.device_counts)
+        return sum(self.device_counts, Counts())
 
     @property
     def record(self) -> Record:
@@ -272,7 +272,7 @@ class VirtualCluster:
         if sizes != known:
             self._looked = (sizes, False)
         elif not is_checked:
-            record = self._logs.read()
+            record = Record(self._logs.read())
             if self._logs.sizes() == sizes:
                 self._looked = (sizes, True)
                 check_agreement(record, is_running=True)
@@ -288,7 +288,7 @@ class VirtualCluster:
         if self._logs is None:
             return None
         try:
-            check_agreement(self._logs.read())
+            check_agreement(Record(self._logs.read()))
         except CommunicationError as error:
             return error
         return None
@@ -323,20 +323,18 @@ def _serve(place: Place, connection: Connection, *, device_type: str) -> None:
         connection.send(("message", CALL))
         while (call := calls.get()) is not None:
             message, tensors = call
-            function, args, mesh, algorithm, link, flops_per_second, keeps_values = loads(message)
+            function, args, mesh, algorithm, link, flops_per_second, *recording = loads(message)
             args = _on(world.device, args)
             counts = Counts()
             host = HostChannel(
                 lambda message: connection.send(("message", TENSOR + message)), tensors.get, counts
             )
-            recorder = Recorder(log_path(place.folder, place.rank), keeps_values)
+            recorder = Recorder(log_path(place.folder, place.rank), place.rank, *recording)
             device = VirtualDevice(
                 mesh, place.rank, world.device, host, algorithm, counts, recorder, link
             )
             counts.count_h2d(args)
-            is_slow = flops_per_second < math.inf
-            delay = SlowCompute(flops_per_second) if is_slow else contextlib.nullcontext()
-            with recorder.running(), CountingMode(counts, recorder), delay:
+            with recorder.running(), CountingMode(counts, recorder, flops_per_second):
                 result = function(device, *args)
             counts.count_d2h(result)
             connection.send(("message", CALL + dumps((result, counts))))

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 
 from titanlite.tools.lab.device import VirtualDevice
 from titanlite.tools.lab.group import Group, new_like, wait_all
+from titanlite.tools.lab.mesh import Axes
 
 LAYOUTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "contiguous": lambda rank, world_size: (rank,),
@@ -62,7 +63,7 @@ def ring_attention(
     *,
     layout: str = "zigzag",
     causal: bool = True,
-    axes: Sequence[str] | None = None,
+    axes: Axes = None,
 ) -> torch.Tensor:
     """softmax(q k^T / sqrt(E)) v over the sequence that is split over `axes` (None: all devices).
 
@@ -83,21 +84,20 @@ class RingAttention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         device: VirtualDevice,
-        axes: Sequence[str] | None,
+        axes: Axes,
         layout: str,
         causal: bool,
     ) -> torch.Tensor:
         group = device.group(axes)
         out = torch.zeros_like(q)
         lse = q.new_full((*q.shape[:-1], 1), -math.inf)
+        qs, outs, lses = (by_chunk(tensor, layout, group) for tensor in (q, out, lse))
         for _, owner, keys, values in circulate(device, axes, torch.stack([k, v])):
+            ks, vs = by_chunk(keys, layout, group), by_chunk(values, layout, group)
             pairs = visible(group, owner, layout, causal)
             with work(f"q k{owner}", pairs):
-                for mine, theirs, on_diagonal in pairs:
-                    block = attend(
-                        _rows(q, mine), _rows(keys, theirs), _rows(values, theirs), on_diagonal
-                    )
-                    merge(_rows(out, mine), _rows(lse, mine), *block)
+                for i, j, on_diagonal in pairs:
+                    merge(outs[i], lses[i], *attend(qs[i], ks[j], vs[j], on_diagonal))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.device, ctx.axes, ctx.layout, ctx.causal = device, axes, layout, causal
         return out
@@ -115,18 +115,18 @@ class RingAttention(torch.autograd.Function):
         group = device.group(axes)
         delta = (dout * out).sum(-1, keepdim=True)
         dq, own = torch.zeros_like(q), torch.empty(0)
+        dqs, *rows = (by_chunk(one, ctx.layout, group) for one in (dq, q, dout, lse, delta))
         sums: Shift | None = None
         for step, owner, keys, values in circulate(device, axes, torch.stack([k, v])):
             dkv = torch.zeros((2, *k.shape), dtype=k.dtype, device=k.device)
+            ks, vs, dks, dvs = (by_chunk(one, ctx.layout, group) for one in (keys, values, *dkv))
             pairs = visible(group, owner, ctx.layout, ctx.causal)
             with work(f"dq dk{owner}", pairs):
-                for mine, theirs, on_diagonal in pairs:
-                    rows = [_rows(tensor, mine) for tensor in (q, dout, lse, delta)]
-                    columns = [_rows(tensor, theirs) for tensor in (keys, values)]
-                    dq_block, dk_block, dv_block = attend_backward(rows, columns, on_diagonal)
-                    _rows(dq, mine).add_(dq_block)
-                    _rows(dkv[0], theirs).add_(dk_block)
-                    _rows(dkv[1], theirs).add_(dv_block)
+                for i, j, on_diagonal in pairs:
+                    of_chunk = [one[i] for one in rows]
+                    blocks = attend_backward(of_chunk, [ks[j], vs[j]], on_diagonal)
+                    for total, block in zip((dqs[i], dks[j], dvs[j]), blocks, strict=True):
+                        total.add_(block)
             if step == 0:
                 own = dkv
                 continue
@@ -142,9 +142,7 @@ class RingAttention(torch.autograd.Function):
 class Shift:
     """A tensor on its way to the next device of the ring, while one arrives from the previous."""
 
-    def __init__(
-        self, device: VirtualDevice, axes: Sequence[str] | None, tensor: torch.Tensor, label: str
-    ) -> None:
+    def __init__(self, device: VirtualDevice, axes: Axes, tensor: torch.Tensor, label: str) -> None:
         self._received = new_like(tensor)
         with device.collective("shift", axes, label, tensor) as (group, _):
             self._transfers = [
@@ -158,7 +156,7 @@ class Shift:
 
 
 def circulate(
-    device: VirtualDevice, axes: Sequence[str] | None, kv: torch.Tensor
+    device: VirtualDevice, axes: Axes, kv: torch.Tensor
 ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
     """Step, owner, keys and values: this device's own, then those of the devices before it.
 
@@ -172,22 +170,21 @@ def circulate(
             kv = shift.wait()
 
 
-# One chunk of a shard: its number, and the number of chunks in the shard.
-Chunk = tuple[int, int]
+def by_chunk(tensor: torch.Tensor, layout: str, group: Group) -> tuple[torch.Tensor, ...]:
+    """Views of the chunks of a shard."""
+    return tensor.chunk(len(_chunks(layout, group.rank, group.size)), -2)
 
 
-def visible(group: Group, owner: int, layout: str, causal: bool) -> list[tuple[Chunk, Chunk, bool]]:
+def visible(group: Group, owner: int, layout: str, causal: bool) -> list[tuple[int, int, bool]]:
     """The pairs of a query chunk here and a key chunk of `owner` that are not masked.
 
-    The last value is whether the two are the same chunk under a causal mask, which leaves a
-    triangle of it.
+    A chunk is given by its place in the shard. The last value is whether the two are the same chunk
+    under a causal mask, which leaves a triangle of it.
     """
-    mine = list(enumerate(_chunks(layout, group.rank, group.size)))
-    theirs = list(enumerate(_chunks(layout, owner, group.size)))
     return [
-        ((i, len(mine)), (j, len(theirs)), causal and key_chunk == query_chunk)
-        for i, query_chunk in mine
-        for j, key_chunk in theirs
+        (i, j, causal and key_chunk == query_chunk)
+        for i, query_chunk in enumerate(_chunks(layout, group.rank, group.size))
+        for j, key_chunk in enumerate(_chunks(layout, owner, group.size))
         if not causal or key_chunk <= query_chunk
     ]
 
@@ -239,12 +236,6 @@ def _scores(q: torch.Tensor, k: torch.Tensor, on_diagonal: bool) -> torch.Tensor
         later = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, -math.inf)
     return scores
-
-
-def _rows(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    """A view of the tokens of one chunk of a shard."""
-    number, num_chunks = chunk
-    return tensor.chunk(num_chunks, -2)[number]
 
 
 def _chunks(layout: str, rank: int, world_size: int) -> tuple[int, ...]:

@@ -1,19 +1,12 @@
-"""Count the cost of a run: floating-point operations, messages, bytes and collectives.
-
-A dispatch mode counts below autograd and torch.distributed, so it sees everything a device runs:
-matrix products, sends, and the collectives of torch.
-"""
+"""The cost of a run: floating-point operations, messages, bytes and collectives."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 
 @dataclass(frozen=True)
@@ -54,14 +47,8 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         """The sum; `collectives` are those of the first, since all devices of a group take part."""
-        return Counts(
-            **{
-                name: getattr(self, name) + getattr(other, name)
-                for name in COUNTED
-                if name != "collectives"
-            },
-            collectives=self.collectives or other.collectives,
-        )
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return Counts(**{**sums, "collectives": self.collectives or other.collectives})
 
     def count_send(self, tensor: torch.Tensor) -> None:
         self.d2d_messages += 1
@@ -78,60 +65,6 @@ class Counts:
         tensors = tensors_in(value)
         self.d2h_messages += len(tensors)
         self.d2h_bytes += sum(tensor.nbytes for tensor in tensors)
-
-
-COUNTED = tuple(Counts.__dataclass_fields__)
-
-
-def total(counts: Iterable[Counts]) -> Counts:
-    """The sum of the counts of all devices."""
-    return sum(counts, Counts())
-
-
-class Listener(Protocol):
-    """What else is told of communication: the Recorder."""
-
-    def dispatched(self, func: Any, args: Any) -> int | None:
-        """An operation is about to run; returns its number if it is communication."""
-
-    def started(self, number: int, result: Any) -> None:
-        """The operation `number` has started; torch returned `result`."""
-
-
-class CountingMode(TorchDispatchMode):
-    """Counts the operations inside its `with` block into a Counts; tells a Recorder of them.
-
-    It sees P2P messages, which `CommDebugMode` does not. Sends of a tensor on the meta device never
-    reach torch; the channel counts and records them.
-    """
-
-    def __init__(self, counts: Counts, recorder: Listener | None = None) -> None:
-        super().__init__()
-        self.counts = counts
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        number = None
-        if self.recorder is not None and func.namespace in ("c10d", "profiler"):
-            number = self.recorder.dispatched(func, args)
-        result = func(*args, **(kwargs or {}))
-        if number is not None and self.recorder is not None:
-            self.recorder.started(number, result)
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.counts.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-        elif func.namespace in ("c10d", "_c10d_functional"):
-            self._count_communication(func._opname.strip("_"), args, result)
-        return result
-
-    def _count_communication(self, name: str, args: Any, result: Any) -> None:
-        if name == "send":
-            self.counts.count_send(args[0][0])
-        elif name in KINDS:
-            kind = KINDS[name]
-            self.counts.torch_collectives[kind] += 1
-            # The output is an argument of some forms and the return value of others.
-            self.counts.torch_collective_bytes[kind] += max(map(_nbytes, (*args[:2], result)))
 
 
 # The names under which torch dispatches its collectives: list, tensor and functional forms.
@@ -166,7 +99,3 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     elif not isinstance(value, (list, tuple)):
         return []
     return [tensor for part in value for tensor in tensors_in(part)]
-
-
-def _nbytes(value: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors_in(value))

@@ -12,21 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch.profiler import record_function
 
 from titanlite.tools.lab.communicator import Communicator, Pending, TorchCommunicator
 from titanlite.tools.lab.lecture import (
-    LEARNING_RATE,
     TrainingRecord,
+    chain,
     cleanup,
     get_device,
-    get_init_params,
-    gradients_of,
+    get_layers,
     int_divide,
     setup,
-    state_bytes,
-    values_of,
+    train,
 )
 
 
@@ -50,40 +47,25 @@ def data_parallelism_main(
     setup(rank, world_size)
     communicator = communicator or TorchCommunicator()
     local_batch_size = int_divide(data.size(0), world_size)
-    num_dim = data.size(1)
-    start_index = rank * local_batch_size
-    data = data[start_index : start_index + local_batch_size].to(get_device(rank))
-
-    params = [
-        get_init_params(num_dim, num_dim, rank, layer=i, dtype=data.dtype)
-        for i in range(num_layers)
-    ]
-    optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE)
+    data = data.split(local_batch_size)[rank].to(get_device(rank))
+    params = get_layers(data, range(num_layers), rank)
+    weights = list(params.values())
+    gradients = GradientBuckets(weights, bucket_bytes, communicator, overlap=overlap)
     record = TrainingRecord()
-    gradients = GradientBuckets(params, bucket_bytes, communicator, overlap=overlap)
-    for step in range(num_steps):
-        with record.step():
-            optimizer.zero_grad()
-            # The names of blocks appear in the record of a run and in profiles.
-            with record_function("forward"):
-                x = data
-                for param in params:
-                    x = F.gelu(x @ param)
-                loss = x.square().mean()
-            with record_function("backward"):
-                loss.backward()
-            with record.waiting():
-                gradients.wait()
-            if step == 0:
-                record.gradients = gradients_of(enumerate(params))
-            optimizer.step()
-            record.held_bytes = {
-                "parameters": sum(param.nbytes for param in params),
-                "gradients": sum(param.grad.nbytes for param in params if param.grad is not None),
-                "optimizer": state_bytes(optimizer),
-            }
-        record.losses.append(loss.item())
-    record.params = values_of(enumerate(params))
+    record.held_bytes["parameters"] = sum(param.nbytes for param in weights)
+
+    def forward_and_backward() -> torch.Tensor:
+        # The names of blocks appear in the record of a run and in profiles.
+        with record_function("forward"):
+            loss = chain(data, weights).square().mean()
+        with record_function("backward"):
+            loss.backward()
+        with record.waiting():
+            gradients.wait()
+        record.held_bytes["gradients"] = sum(bucket.flat.nbytes for bucket in gradients.buckets)
+        return loss.detach()
+
+    train(record, params, num_steps, forward_and_backward)
     cleanup()
     return record
 

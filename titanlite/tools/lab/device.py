@@ -7,19 +7,18 @@ collective over any axes of the mesh, built from send and receive.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
 
 from titanlite.tools.lab import naive_collectives, ring_collectives
 from titanlite.tools.lab.channel import DeviceChannel, HostChannel, Transfer
-from titanlite.tools.lab.counts import Collective, CountingMode, Counts
+from titanlite.tools.lab.counts import Collective, Counts
 from titanlite.tools.lab.group import Group
 from titanlite.tools.lab.link import Link, Port
-from titanlite.tools.lab.mesh import Mesh, MeshIndex
-from titanlite.tools.lab.naive_collectives import Combine
-from titanlite.tools.lab.recorder import Recorder
+from titanlite.tools.lab.mesh import Axes, Mesh, MeshIndex
+from titanlite.tools.lab.recorder import CountingMode, Recorder
 
 ALGORITHMS: dict[str, ModuleType] = {"naive": naive_collectives, "ring": ring_collectives}
 
@@ -60,41 +59,27 @@ class VirtualDevice:
         """The link to another device, by its rank or its index."""
         return self._channels[peer if isinstance(peer, int) else self.mesh.rank(peer)]
 
-    def group(self, axes: Sequence[str] | None = None) -> Group:
+    def group(self, axes: Axes = None) -> Group:
         """The group of this device along `axes`, with a channel to each of its devices."""
         ranks = self.mesh.group(self.index, axes)
         return Group(ranks.index(self.rank), [self._channels[rank] for rank in ranks])
 
     def broadcast(
-        self,
-        tensor: torch.Tensor,
-        axes: Sequence[str] | None = None,
-        root: int = 0,
-        label: str = "",
+        self, tensor: torch.Tensor, axes: Axes = None, root: int = 0, label: str = ""
     ) -> torch.Tensor:
         """The root's tensor; the other devices pass a tensor of the same shape."""
         with self.collective("broadcast", axes, label, tensor) as (group, algorithm):
             return algorithm.broadcast(group, tensor, root)
 
     def scatter(
-        self,
-        tensor: torch.Tensor,
-        axes: Sequence[str] | None = None,
-        dim: int = 0,
-        root: int = 0,
-        label: str = "",
+        self, tensor: torch.Tensor, axes: Axes = None, dim: int = 0, root: int = 0, label: str = ""
     ) -> torch.Tensor:
         """This device's part of the root's tensor; the others pass a tensor of the same shape."""
         with self.collective("scatter", axes, label, tensor) as (group, algorithm):
             return algorithm.scatter(group, cut(tensor, group.size, dim), root)
 
     def gather(
-        self,
-        tensor: torch.Tensor,
-        axes: Sequence[str] | None = None,
-        dim: int = 0,
-        root: int = 0,
-        label: str = "",
+        self, tensor: torch.Tensor, axes: Axes = None, dim: int = 0, root: int = 0, label: str = ""
     ) -> torch.Tensor | None:
         """Every device's tensor, concatenated along `dim`, on the root; None elsewhere."""
         with self.collective("gather", axes, label, tensor) as (group, algorithm):
@@ -102,19 +87,14 @@ class VirtualDevice:
             return None if parts is None else torch.cat(parts, dim)
 
     def reduce(
-        self,
-        tensor: torch.Tensor,
-        axes: Sequence[str] | None = None,
-        root: int = 0,
-        label: str = "",
-        combine: Combine = torch.add,
+        self, tensor: torch.Tensor, axes: Axes = None, root: int = 0, label: str = ""
     ) -> torch.Tensor | None:
         """The sum of every device's tensor on the root; None elsewhere."""
         with self.collective("reduce", axes, label, tensor) as (group, algorithm):
-            return algorithm.reduce(group, tensor, root, combine)
+            return algorithm.reduce(group, tensor, root)
 
     def all_scatter(
-        self, tensor: torch.Tensor, axes: Sequence[str] | None = None, label: str = ""
+        self, tensor: torch.Tensor, axes: Axes = None, label: str = ""
     ) -> list[Transfer]:
         """Start sending this device's tensor to every peer, which receives it on its channel.
 
@@ -124,49 +104,34 @@ class VirtualDevice:
             return naive_collectives.all_scatter(group, tensor)
 
     def all_gather(
-        self,
-        tensor: torch.Tensor,
-        axes: Sequence[str] | None = None,
-        dim: int = 0,
-        label: str = "",
+        self, tensor: torch.Tensor, axes: Axes = None, dim: int = 0, label: str = ""
     ) -> torch.Tensor:
         """Every device's tensor, concatenated along `dim`."""
         return torch.cat(self.all_gather_parts(tensor, axes, label), dim)
 
     def all_gather_parts(
-        self, tensor: torch.Tensor, axes: Sequence[str] | None = None, label: str = ""
+        self, tensor: torch.Tensor, axes: Axes = None, label: str = ""
     ) -> list[torch.Tensor]:
         """Every device's tensor, in group order."""
         with self.collective("all_gather", axes, label, tensor) as (group, algorithm):
             return algorithm.all_gather(group, tensor)
 
-    def all_reduce(
-        self,
-        tensor: torch.Tensor,
-        axes: Sequence[str] | None = None,
-        label: str = "",
-        combine: Combine = torch.add,
-    ) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, axes: Axes = None, label: str = "") -> torch.Tensor:
         """The sum of every device's tensor."""
         with self.collective("all_reduce", axes, label, tensor) as (group, algorithm):
-            return algorithm.all_reduce(group, tensor, combine)
+            return algorithm.all_reduce(group, tensor)
 
     def reduce_scatter(
-        self,
-        tensor: torch.Tensor,
-        axes: Sequence[str] | None = None,
-        dim: int = 0,
-        label: str = "",
-        combine: Combine = torch.add,
+        self, tensor: torch.Tensor, axes: Axes = None, dim: int = 0, label: str = ""
     ) -> torch.Tensor:
         """This device's part of the sum of every device's tensor."""
         with self.collective("reduce_scatter", axes, label, tensor) as (group, algorithm):
-            return algorithm.reduce_scatter(group, cut(tensor, group.size, dim), combine)
+            return algorithm.reduce_scatter(group, cut(tensor, group.size, dim))
 
     def all_to_all(
         self,
         tensor: torch.Tensor,
-        axes: Sequence[str] | None = None,
+        axes: Axes = None,
         cut_dim: int = 0,
         join_dim: int = 0,
         label: str = "",
@@ -177,7 +142,7 @@ class VirtualDevice:
                 algorithm.all_to_all(group, cut(tensor, group.size, cut_dim)), join_dim
             )
 
-    def barrier(self, axes: Sequence[str] | None = None) -> None:
+    def barrier(self, axes: Axes = None) -> None:
         """Block until every device of the group has called it."""
         with self.collective("barrier", axes) as (group, algorithm):
             algorithm.barrier(group)
@@ -191,11 +156,7 @@ class VirtualDevice:
 
     @contextlib.contextmanager
     def collective(
-        self,
-        kind: str,
-        axes: Sequence[str] | None = None,
-        label: str = "",
-        tensor: torch.Tensor | None = None,
+        self, kind: str, axes: Axes = None, label: str = "", tensor: torch.Tensor | None = None
     ) -> Iterator[tuple[Group, ModuleType]]:
         """Count and record a collective, whose messages are sent inside the `with` block.
 

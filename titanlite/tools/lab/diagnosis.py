@@ -7,9 +7,9 @@ something. If every one of those peers has ended or waits in the same way, none 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from titanlite.errors import RankError
+from titanlite.tools.lab.pictures import Record
 from titanlite.tools.lab.record import (
     COLLECTIVE,
     RECEIVE,
@@ -18,19 +18,11 @@ from titanlite.tools.lab.record import (
     WAIT,
     Call,
     Event,
-    Message,
-    Recorded,
-    TensorInfo,
 )
 
 # What CommunicationError.kind may be.
-COLLECTIVES, SIZE, DTYPE, DEADLOCK, UNRECEIVED = (
-    "collectives",
-    "size",
-    "dtype",
-    "deadlock",
-    "unreceived",
-)
+COLLECTIVES, SIZE, DTYPE = "collectives", "size", "dtype"
+DEADLOCK, UNRECEIVED = "deadlock", "unreceived"
 # The collectives of torch.distributed whose tensors have the same shape on all ranks.
 EQUAL_SHAPES = {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"}
 
@@ -42,7 +34,7 @@ class CommunicationError(RankError):
     UNRECEIVED. `record` is the record of the run.
     """
 
-    def __init__(self, rank: int, message: str, kind: str, record: Recorded) -> None:
+    def __init__(self, rank: int, message: str, kind: str, record: Record) -> None:
         super().__init__(rank, message)
         self.kind = kind
         self.record = record
@@ -51,54 +43,53 @@ class CommunicationError(RankError):
         return type(self), (self.rank, self.message, self.kind, self.record)
 
 
-def check_agreement(record: Recorded, *, is_running: bool = False) -> None:
+def check_agreement(record: Record, *, is_running: bool = False) -> None:
     """Raise CommunicationError if both sides of a collective or a message differ.
 
     While the run goes on, only collectives are compared that all of their ranks have called, so
     that the rank that differs from the others is named.
     """
-    unequal = _unequal_messages(record)
-    message = min(unequal, key=lambda one: (one.target, one.source), default=None)
+    unequal = _unequal_message(record)
     for call in record.calls:
         difference = _difference(call) if call.is_complete or not is_running else None
         if difference is not None:
             rank, text = difference
-            if message is not None:
-                text += f"; rank {message.target} {_size_mistake(message)}"
+            if unequal is not None:
+                text += f"; rank {unequal.rank} {unequal.message}"
             raise CommunicationError(rank, text, COLLECTIVES, record)
-    if message is not None:
-        kind = SIZE if message.sent.tensor.nbytes != message.received.tensor.nbytes else DTYPE  # type: ignore[union-attr]
-        raise CommunicationError(message.target, _size_mistake(message), kind, record)
+    if unequal is not None:
+        raise unequal
 
 
-def check_received(record: Recorded) -> None:
+def check_received(record: Record) -> None:
     """Raise CommunicationError if a message of a run that has ended was sent or awaited in vain."""
     for message in record.messages:
-        if message.received is None and message.sent is not None:
-            pair = message.source, message.target
-            sent, received = _traffic(record, *pair)
-            raise CommunicationError(
-                message.source,
-                f"sent {sent} {_messages(sent)} to rank {message.target}, which received "
-                f"{received}: nothing receives {_content(message.sent)}{_inside(message.within)}"
-                f"{_at(message.sent)}; every send needs a matching receive",
-                UNRECEIVED,
-                record,
+        if message.sent and message.received:
+            continue
+        source, target = message.source, message.target
+        between = [one for one in record.messages if (one.source, one.target) == (source, target)]
+        num_sent = sum(one.sent is not None for one in between)
+        num_received = sum(one.received is not None for one in between)
+        if message.sent:
+            rank = source
+            text = (
+                f"sent {num_sent} message{'s' * (num_sent > 1)} to rank {target}, which received "
+                f"{num_received}: nothing receives {_content(message.sent)}"
+                f"{_inside(message.within)}{_at(message.sent)}; every send needs a matching "
+                "receive"
             )
-        if message.sent is None and message.received is not None:
-            sent, received = _traffic(record, message.source, message.target)
-            raise CommunicationError(
-                message.target,
-                f"started {received} {'receive' if received == 1 else 'receives'} from rank "
-                f"{message.source}, which sent {sent} {_messages(sent)}: nothing was sent for the "
-                f"receive{_inside(message.into)}{_at(message.received)}; every receive needs a "
-                "matching send",
-                UNRECEIVED,
-                record,
+        elif message.received:
+            rank = target
+            text = (
+                f"started {num_received} receive{'s' * (num_received > 1)} from rank {source}, "
+                f"which sent {num_sent}: nothing was sent for the receive"
+                f"{_inside(message.into)}{_at(message.received)}; every receive needs a matching "
+                "send"
             )
+        raise CommunicationError(rank, text, UNRECEIVED, record)
 
 
-def check_deadlock(record: Recorded) -> None:
+def check_deadlock(record: Record) -> None:
     """Raise CommunicationError if devices wait for each other and none can go on.
 
     `record` must be of one moment: no device wrote anything while it was read.
@@ -146,7 +137,7 @@ def check_deadlock(record: Recorded) -> None:
 
 
 def _deadlock(
-    record: Recorded,
+    record: Record,
     waits: dict[int, tuple[Event, tuple[int, ...]]],
     chain: list[int],
     gone: list[int],
@@ -173,7 +164,7 @@ def _deadlock(
     )
 
 
-def _wait(record: Recorded, awaited: Event, missing: tuple[int, ...]) -> str:
+def _wait(record: Record, awaited: Event, missing: tuple[int, ...]) -> str:
     """What a rank waits for; ends with the rank that it waits for."""
     if awaited.kind == COLLECTIVE:
         name = record.names[awaited.rank, awaited.number]
@@ -183,10 +174,10 @@ def _wait(record: Recorded, awaited: Event, missing: tuple[int, ...]) -> str:
         place = f"{_inside(message.within)}{_at(awaited)}"
         return f"waits{place} until its {_content(awaited)} are received by rank {message.target}"
     place = f"{_inside(message.into)}{_at(awaited)}"
-    return f"waits{place} for {_bytes(awaited)} from rank {message.source}"
+    return f"waits{place} for {awaited.tensor.nbytes} bytes from rank {message.source}"
 
 
-def _missing(record: Recorded, awaited: Event) -> tuple[int, ...]:
+def _missing(record: Record, awaited: Event) -> tuple[int, ...]:
     """The peers that have not posted what lets this wait end; empty if it will end."""
     if awaited.kind == COLLECTIVE:
         call = record.call_of(awaited)
@@ -196,35 +187,25 @@ def _missing(record: Recorded, awaited: Event) -> tuple[int, ...]:
     return () if is_matched else awaited.peers
 
 
-def _unequal_messages(record: Recorded) -> Iterator[Message]:
-    for message in record.messages:
+def _unequal_message(record: Record) -> CommunicationError | None:
+    """The first message whose sides differ, as the mistake of its receiver."""
+    for message in sorted(record.messages, key=lambda one: (one.target, one.source)):
         if message.sent is None or message.received is None:
             continue
         sent, received = message.sent.tensor, message.received.tensor
-        assert sent is not None
-        assert received is not None
-        if (sent.nbytes, sent.dtype) != (received.nbytes, received.dtype):
-            yield message
-
-
-def _size_mistake(message: Message) -> str:
-    """The sentence about a message of which both sides differ; its subject is the receiver."""
-    assert message.sent is not None
-    assert message.received is not None
-    sent, received = message.sent.tensor, message.received.tensor
-    assert sent is not None
-    assert received is not None
-    other = _inside(message.within) if message.within != message.into else ""
-    start = f"waits{_inside(message.into)}{_at(message.received)} for"
-    if sent.nbytes == received.nbytes:
-        return (
-            f"{start} {received} from rank {message.source}, which sent {sent}{other}"
-            f"{_at(message.sent)}: the dtypes differ"
-        )
-    return (
-        f"{start} {received.nbytes} bytes ({received}) from rank {message.source}, which sent "
-        f"{sent.nbytes} ({sent}){other}{_at(message.sent)}"
-    )
+        if (sent.nbytes, sent.dtype) == (received.nbytes, received.dtype):
+            continue
+        place = f"{_inside(message.into)}{_at(message.received)}"
+        other = _inside(message.within) if message.within != message.into else ""
+        other += _at(message.sent)
+        if sent.nbytes == received.nbytes:
+            kind, want, got = DTYPE, f"{received}", f"{sent}{other}: the dtypes differ"
+        else:
+            kind, want = SIZE, f"{received.nbytes} bytes ({received})"
+            got = f"{sent.nbytes} ({sent}){other}"
+        text = f"waits{place} for {want} from rank {message.source}, which sent {got}"
+        return CommunicationError(message.target, text, kind, record)
+    return None
 
 
 def _difference(call: Call) -> tuple[int, str] | None:
@@ -242,8 +223,6 @@ def _difference(call: Call) -> tuple[int, str] | None:
             f"{call.names[other]}{_at(theirs)}; all ranks of a group must call the same collectives"
             " in the same order"
         )
-    assert mine.tensor is not None
-    assert theirs.tensor is not None
     what = "dtype" if mine.tensor.dtype != theirs.tensor.dtype else "shape"
     return rank, (
         f"calls {call.names[rank]}{_at(mine)} with {mine.tensor}, rank {other} with "
@@ -251,34 +230,14 @@ def _difference(call: Call) -> tuple[int, str] | None:
     )
 
 
-def _side(call: Call, event: Event) -> tuple[str, TensorInfo | None]:
+def _side(call: Call, event: Event) -> tuple[str, str, tuple[int, ...]]:
     """What must be equal on all ranks."""
-    tensor = event.tensor
-    if tensor is not None:
-        has_equal_shapes = not call.is_torch or event.name in EQUAL_SHAPES
-        shape = tensor.shape if has_equal_shapes else ()
-        tensor = TensorInfo(tensor.dtype, shape, 0)
-    return event.name, tensor
-
-
-def _traffic(record: Recorded, source: int, target: int) -> tuple[int, int]:
-    between = [one for one in record.messages if (one.source, one.target) == (source, target)]
-    sent = sum(one.sent is not None for one in between)
-    return sent, sum(one.received is not None for one in between)
-
-
-def _bytes(event: Event) -> str:
-    assert event.tensor is not None
-    return f"{event.tensor.nbytes} bytes"
+    has_equal_shapes = not call.is_torch or event.name in EQUAL_SHAPES
+    return event.name, event.tensor.dtype, event.tensor.shape if has_equal_shapes else ()
 
 
 def _content(event: Event) -> str:
-    assert event.tensor is not None
     return f"{event.tensor.nbytes} bytes ({event.tensor})"
-
-
-def _messages(number: int) -> str:
-    return "message" if number == 1 else "messages"
 
 
 def _inside(name: str) -> str:

@@ -23,6 +23,7 @@ from torch.profiler import record_function
 
 from titanlite.tools.lab.device import VirtualDevice
 from titanlite.tools.lab.group import Group, wait_all
+from titanlite.tools.lab.mesh import Axes
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ def has_place(chosen: torch.Tensor, num_experts: int, capacity: int | None) -> t
     return (before < capacity).view_as(chosen)
 
 
-def capacity_of(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
+def capacity_of(num_tokens: int, top_k: int, num_experts: int, factor: float | None) -> int | None:
     """The rows that an expert accepts from `num_tokens` tokens: `factor` times an even share."""
-    return math.ceil(factor * top_k * num_tokens / num_experts)
+    return None if factor is None else math.ceil(factor * top_k * num_tokens / num_experts)
 
 
 def expert_parallel_layer(
@@ -91,7 +92,7 @@ def expert_parallel_layer(
     *,
     top_k: int,
     capacity_factor: float | None = None,
-    axes: Sequence[str] | None = None,
+    axes: Axes = None,
 ) -> tuple[torch.Tensor, Load]:
     """The weighted sum of the outputs of each token's experts, (N, D), and this device's load.
 
@@ -106,9 +107,7 @@ def expert_parallel_layer(
     names = tuple(device.mesh.axes if axes is None else axes)
     num_experts = len(experts) * group.size
     weights, chosen = route(x, gate, top_k)
-    capacity = None
-    if capacity_factor is not None:
-        capacity = capacity_of(x.size(0), top_k, num_experts, capacity_factor)
+    capacity = capacity_of(x.size(0), top_k, num_experts, capacity_factor)
     kept = has_place(chosen, num_experts, capacity).flatten().nonzero().squeeze(1)
 
     # Sort the slots by expert, and so also by the device that they go to. A stable sort keeps the
@@ -193,11 +192,9 @@ def single_process_layer(
     The capacity applies to each of `num_groups` equal groups of tokens, as to those of a device.
     """
     weights, chosen = route(x, gate, top_k)
-    kept = torch.ones_like(chosen, dtype=torch.bool)
-    if capacity_factor is not None:
-        groups = chosen.chunk(num_groups)
-        capacity = capacity_of(groups[0].size(0), top_k, len(experts), capacity_factor)
-        kept = torch.cat([has_place(group, len(experts), capacity) for group in groups])
+    groups = chosen.chunk(num_groups)
+    capacity = capacity_of(groups[0].size(0), top_k, len(experts), capacity_factor)
+    kept = torch.cat([has_place(group, len(experts), capacity) for group in groups])
     out = torch.zeros_like(x)
     for expert in range(len(experts)):
         share = (weights * kept * (chosen == expert)).sum(-1, keepdim=True)

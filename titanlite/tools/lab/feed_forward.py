@@ -49,9 +49,7 @@ class FeedForwardSharding:
     o: TensorSharding = field(default_factory=lambda: whole(3))
 
     @classmethod
-    def gspmd(
-        cls, data: str | tuple[str, ...], tensor: str | tuple[str, ...]
-    ) -> FeedForwardSharding:
+    def gspmd(cls, data: Axes, tensor: Axes) -> FeedForwardSharding:
         """The GSPMD layout with these data and tensor axes."""
         return cls(
             x=TensorSharding(data, None, tensor),
@@ -82,6 +80,7 @@ class FeedForwardSharding:
         return tuple(axis for axis in self.w1[1] if axis not in self.data_axes)
 
 
+@dataclass(frozen=True)
 class FeedForward(ShardedOperation):
     """O = gelu(X W1 + b1) W2 + b2: `FeedForward(sharding)(cluster, x, w1, b1, w2, b2)`.
 
@@ -89,8 +88,7 @@ class FeedForward(ShardedOperation):
     b2 (model). Any sharding that divides the dimensions evenly works.
     """
 
-    def __init__(self, sharding: FeedForwardSharding) -> None:
-        self.sharding = sharding
+    sharding: FeedForwardSharding
 
     @property
     def inputs(self) -> dict[str, TensorSharding]:
@@ -128,6 +126,7 @@ class FeedForward(ShardedOperation):
 Feedforward = FeedForward
 
 
+@dataclass(frozen=True)
 class FeedForwardBackward(ShardedOperation):
     """The gradients of X, W1, b1, W2 and b2, each sharded like its tensor.
 
@@ -135,8 +134,7 @@ class FeedForwardBackward(ShardedOperation):
     is recomputed, as in activation checkpointing: five products, for two in the forward pass.
     """
 
-    def __init__(self, sharding: FeedForwardSharding) -> None:
-        self.sharding = sharding
+    sharding: FeedForwardSharding
 
     @property
     def inputs(self) -> dict[str, TensorSharding]:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ class TrainingRecord:
     the last step. Both are by layer and contain only what this rank holds. `seconds` is the time of
     all steps except the first, `waited_seconds` the part of it spent waiting for communication.
     `peak_micro_batches` is the most microbatches that a pipeline stage held at once. `held_bytes`
-    is the memory of a data-parallel rank, by kind, at the optimizer step.
+    is the memory at the optimizer step, by kind; data-parallel ranks have all kinds.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -153,36 +153,68 @@ def summarize_tensor(tensor: torch.Tensor) -> str:
     return "x".join(map(str, tensor.shape)) + f"[{first}{more}]"
 
 
-def single_process_main(data: torch.Tensor, num_layers: int, num_steps: int) -> TrainingRecord:
-    """The reference for every parallelism: train the whole model on all data in one process."""
-    num_dim = data.size(1)
-    params = [
-        get_init_params(num_dim, num_dim, 0, layer=i, dtype=data.dtype) for i in range(num_layers)
-    ]
-    optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE)
-    record = TrainingRecord()
+def get_layers(
+    data: torch.Tensor, layers: Iterable[int], rank: int, *, shard: int = 0, num_shards: int = 1
+) -> dict[int, nn.Parameter]:
+    """The square weights of these layers, or one shard of the columns of each, by layer.
+
+    They have the features of `data` (batch, num_dim) and its dtype. Raises ValueError if num_dim
+    does not divide evenly.
+    """
+    num_dim, dtype = data.size(1), data.dtype
+    columns = num_dim, int_divide(num_dim, num_shards), rank
+    return {
+        i: get_init_params(*columns, layer=i, shard=shard, num_shards=num_shards, dtype=dtype)
+        for i in layers
+    }
+
+
+def chain(x: torch.Tensor, params: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The output of whole layers, one after the other: x <- gelu(x W)."""
+    return functools.reduce(lambda x, param: F.gelu(x @ param), params, x)
+
+
+def train(
+    record: TrainingRecord,
+    params: Mapping[int, nn.Parameter],
+    num_steps: int,
+    forward_and_backward: Callable[[], torch.Tensor | float | None],
+    after_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Train `params`, by layer, with AdamW, and fill the record.
+
+    `forward_and_backward` leaves the gradients on the parameters, and returns the loss if this rank
+    has one. `after_step` is called after each step of the optimizer.
+    """
+    optimizer = torch.optim.AdamW(params.values(), lr=LEARNING_RATE)
     for step in range(num_steps):
         with record.step():
             optimizer.zero_grad()
-            x = functools.reduce(lambda x, param: F.gelu(x @ param), params, data)
-            loss = x.square().mean()
-            loss.backward()
+            loss = forward_and_backward()
             if step == 0:
-                record.gradients = gradients_of(enumerate(params))
+                record.gradients = {
+                    i: param.grad.clone() for i, param in params.items() if param.grad is not None
+                }
             optimizer.step()
-        record.losses.append(loss.item())
-    record.params = values_of(enumerate(params))
+            after_step()
+        record.held_bytes["optimizer"] = state_bytes(optimizer)
+        if loss is not None:
+            record.losses.append(float(loss))
+    record.params = {i: param.detach().clone() for i, param in params.items()}
+
+
+def single_process_main(data: torch.Tensor, num_layers: int, num_steps: int) -> TrainingRecord:
+    """The reference for every parallelism: train the whole model on all data in one process."""
+    params = get_layers(data, range(num_layers), 0)
+    record = TrainingRecord()
+
+    def forward_and_backward() -> torch.Tensor:
+        loss = chain(data, params.values()).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    train(record, params, num_steps, forward_and_backward)
     return record
-
-
-def gradients_of(params: Any) -> dict[int, torch.Tensor]:
-    """Copies of the gradients of (layer, parameter) pairs, by layer."""
-    return {layer: param.grad.clone() for layer, param in params}
-
-
-def values_of(params: Any) -> dict[int, torch.Tensor]:
-    """Copies of the values of (layer, parameter) pairs, by layer."""
-    return {layer: param.detach().clone() for layer, param in params}
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

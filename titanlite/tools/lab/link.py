@@ -1,8 +1,9 @@
 """Slow links and slow devices, to make a run on one machine take time as real hardware does.
 
 A cluster with a `Link` delays every message between devices by sleeping; with a number of FLOP/s it
-delays matrix products in the same way. Devices that sleep do not compete for cores, so the times
-are those of a cluster in which every device has its own hardware, and overlap can be seen.
+delays matrix products in the same way (recorder.py). Devices that sleep do not compete for cores,
+so the times are those of a cluster in which every device has its own hardware, and overlap can be
+seen.
 """
 
 from __future__ import annotations
@@ -10,10 +11,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
-
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 
 @dataclass(frozen=True)
@@ -69,24 +66,6 @@ class Port:
         start = max(sent, posted, self._receives_until)
         self._receives_until = start + num_bytes / self.link.bytes_per_second
         return self._receives_until + self.link.latency_seconds
-
-
-class SlowCompute(TorchDispatchMode):
-    """Delays matrix products, convolutions and attention to at most `flops_per_second`."""
-
-    def __init__(self, flops_per_second: float) -> None:
-        super().__init__()
-        self.flops_per_second = flops_per_second
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        start = time.monotonic()
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=result)
-            sleep_until(start + flops / self.flops_per_second)
-        return result
 
 
 def sleep_until(moment: float) -> None:

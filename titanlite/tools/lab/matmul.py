@@ -54,14 +54,14 @@ class MatMulSharding:
         return MatMulShardingPolicy.Unsharded
 
 
+@dataclass(frozen=True)
 class MatMul(ShardedOperation):
     """C = A B with every matrix sharded by `sharding`: `MatMul(sharding)(cluster, a, b)`.
 
     Shapes: A (m, k), B (k, n), C (m, n). Any sharding that divides the dimensions evenly works.
     """
 
-    def __init__(self, sharding: MatMulSharding) -> None:
-        self.sharding = sharding
+    sharding: MatMulSharding
 
     @property
     def inputs(self) -> dict[str, TensorSharding]:
@@ -87,14 +87,14 @@ class MatMul(ShardedOperation):
         return sharded_matmul(device, a, b, self.sharding)
 
 
+@dataclass(frozen=True)
 class MatMulBackward(ShardedOperation):
     """(dA, dB) = (dC B^T, A^T dC), sharded like A and B: two more sharded products.
 
     The inputs are A, B and dC (sharded like C). The shardings of each product determine its policy.
     """
 
-    def __init__(self, sharding: MatMulSharding) -> None:
-        self.sharding = sharding
+    sharding: MatMulSharding
 
     @property
     def inputs(self) -> dict[str, TensorSharding]:

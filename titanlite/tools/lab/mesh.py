@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from titanlite.errors import TitanliteError
 
+# Axes of a mesh, slowest first; None stands for all of them.
+Axes = Sequence[str] | None
+
 
 class MeshError(TitanliteError, ValueError):
     """A mesh, an axis or a rank is invalid."""
@@ -90,7 +93,7 @@ class Mesh:
         self.check_axes(axes)
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def group(self, index: MeshIndex, axes: Sequence[str] | None = None) -> tuple[int, ...]:
+    def group(self, index: MeshIndex, axes: Axes = None) -> tuple[int, ...]:
         """The ranks that differ from `index` only along `axes` (None: all axes).
 
         The order is row-major over the axes as given. The position of a rank in the group is thus
@@ -101,11 +104,8 @@ class Mesh:
         ranks = []
         for coordinates in itertools.product(*(range(self.sizes[axis]) for axis in axes)):
             moved = dict(zip(axes, coordinates, strict=True))
-            ranks.append(
-                self.rank(
-                    MeshIndex(self.axes, tuple(moved.get(axis, index[axis]) for axis in self.axes))
-                )
-            )
+            place = tuple(moved.get(axis, index[axis]) for axis in self.axes)
+            ranks.append(self.rank(MeshIndex(self.axes, place)))
         return tuple(ranks)
 
     def check_axes(self, axes: Sequence[str]) -> None:

@@ -79,7 +79,7 @@ class MLP(PipelinedOperation):
         error = y - target
         return error.square().mean(), 2 * error / error.numel()
 
-    def num_features(self, stage: int, parameters: Sequence[torch.Tensor]) -> int:
+    def num_features(self, stage: int) -> int:
         return self.sizes[self._bounds[stage]]
 
     def _layers(

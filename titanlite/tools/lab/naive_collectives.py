@@ -1,20 +1,18 @@
 """Naive collectives: each message is sent directly to the device that needs it.
 
 This is the simplest form of each collective, and the reference for the others. Each function runs
-on every device of the group; in one call, tensors have the same shape on all devices. `combine`
-adds by default. Every device applies it in group order, so all results are bitwise equal.
+on every device of the group; in one call, tensors have the same shape on all devices. Every device
+adds in group order, so all results are bitwise equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from titanlite.tools.lab.channel import Transfer
 from titanlite.tools.lab.group import Group, wait_all
-
-Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
@@ -43,12 +41,10 @@ def gather(group: Group, tensor: torch.Tensor, root: int = 0) -> list[torch.Tens
     ]
 
 
-def reduce(
-    group: Group, tensor: torch.Tensor, root: int = 0, combine: Combine = torch.add
-) -> torch.Tensor | None:
+def reduce(group: Group, tensor: torch.Tensor, root: int = 0) -> torch.Tensor | None:
     """The sum of every device's tensor on the root; None elsewhere."""
     tensors = gather(group, tensor, root)
-    return None if tensors is None else combined(tensors, combine)
+    return None if tensors is None else added(tensors)
 
 
 def all_scatter(group: Group, tensor: torch.Tensor) -> list[Transfer]:
@@ -71,16 +67,14 @@ def all_gather(group: Group, tensor: torch.Tensor) -> list[torch.Tensor]:
     return gathered
 
 
-def all_reduce(group: Group, tensor: torch.Tensor, combine: Combine = torch.add) -> torch.Tensor:
+def all_reduce(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     """The sum of every device's tensor, on every device."""
-    return combined(all_gather(group, tensor), combine)
+    return added(all_gather(group, tensor))
 
 
-def reduce_scatter(
-    group: Group, tensors: Sequence[torch.Tensor], combine: Combine = torch.add
-) -> torch.Tensor:
+def reduce_scatter(group: Group, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum over the devices of their tensors[r], on device r."""
-    return combined(all_to_all(group, tensors), combine)
+    return added(all_to_all(group, tensors))
 
 
 def all_to_all(group: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -101,8 +95,5 @@ def barrier(group: Group) -> None:
     broadcast(group, token)
 
 
-def combined(tensors: Sequence[torch.Tensor], combine: Combine) -> torch.Tensor:
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = combine(total, tensor)
-    return total
+def added(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return sum(tensors[1:], tensors[0])

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from titanlite.tools.lab.device import VirtualDevice
 from titanlite.tools.lab.mesh import Mesh
-
-
-class Runner(Protocol):
-    """The part of VirtualCluster that an operation uses."""
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    def run(self, job: Operation, /, *inputs: Any, **options: Any) -> list[Any]: ...
 
 
 class Operation(ABC):
@@ -37,5 +28,5 @@ class Operation(ABC):
     def join(self, mesh: Mesh, results: Sequence[Any]) -> Any:
         """The global result from the results of all devices, in mesh order."""
 
-    def __call__(self, cluster: Runner, *inputs: Any, **options: Any) -> Any:
+    def __call__(self, cluster: Any, *inputs: Any, **options: Any) -> Any:
         return self.join(cluster.mesh, cluster.run(self, *inputs, **options))

@@ -1,4 +1,4 @@
-"""Pictures of a recorded run; docs/lab_pictures.py draws those of the notes.
+"""Record: a recorded run that draws itself; docs/lab_pictures.py draws those of the notes.
 
 In pictures of collectives, every value is tagged: element i of rank r is (i + 1) * 10^r, so the
 digits of any sum tell which ranks' parts it is made of. The letter is the rank and the number is
@@ -8,10 +8,18 @@ the part: a0+b0 is the sum of part 0 of ranks 0 and 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from titanlite.tools.figures.messages import Arrow, Bar, MessagePicture, WorkBox
-from titanlite.tools.lab.record import Message, Recorded, TensorInfo, TorchCall
+from titanlite.tools.figures.messages import (
+    Arrow,
+    Bar,
+    MessagePicture,
+    WorkBox,
+    draw_page,
+    draw_svg,
+)
+from titanlite.tools.lab.record import Message, Recorded, Steps, TensorInfo, TorchCall
 from titanlite.tools.lab.steps import make_steps
 
 if TYPE_CHECKING:
@@ -22,8 +30,33 @@ LETTERS = "abcdefgh"
 Part = tuple[int, frozenset[int]]
 
 
+class Record(Recorded):
+    """The events of a run; `steps` arranges them on a clock of equal steps, `svg` and `html` draw.
+
+    `messages` are all messages in the order in which they were sent, `calls` all collectives.
+    """
+
+    @cached_property
+    def steps(self) -> Steps:
+        return make_steps(self)
+
+    def svg(
+        self, title: str = "", caption: str = "", rows: Sequence[str] = (), most_steps: int = 0
+    ) -> str:
+        """The picture of the run: messages as arrows between ranks (`rows`), over steps."""
+        return draw_svg(picture_of(self, title, caption, rows=rows), most_steps)
+
+    def html(self, title: str = "", caption: str = "", rows: Sequence[str] = ()) -> str:
+        """A self-contained page that steps through the run with the arrow keys."""
+        return draw_page(picture_of(self, title, caption, rows=rows))
+
+    def _repr_svg_(self) -> str:
+        """The picture, which a notebook shows."""
+        return self.svg()
+
+
 def picture_of(
-    record: Recorded,
+    record: Record,
     title: str = "",
     caption: str = "",
     *,
@@ -39,7 +72,7 @@ def picture_of(
     the values or the shape, and the bytes. `before` and `after` are texts for each rank. `held` is
     described in MessagePicture; by default, it is what each rank has received.
     """
-    steps = make_steps(record)
+    steps = record.steps
     texts = {id(each): (name or name_of)(each.message) for each in steps.flights}
     arrows = [
         Arrow(
@@ -103,7 +136,7 @@ def _bar(each: TorchCall) -> Bar:
     call = each.call
     event = call.events[call.ranks[0]]
     name = call.names[call.ranks[0]]
-    if event.tensor is None:
+    if not event.tensor.dtype:
         return Bar(call.ranks, each.start, event.name, name)
     what = f" {event.label}" if event.label else ""
     hover = f"{name}{what}: {event.tensor} on each rank"

@@ -11,20 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch.profiler import record_function
 
 from titanlite.tools.lab.communicator import Communicator, Pending, TorchCommunicator
 from titanlite.tools.lab.lecture import (
-    LEARNING_RATE,
     TrainingRecord,
+    chain,
     cleanup,
     get_device,
-    get_init_params,
-    gradients_of,
+    get_layers,
     int_divide,
     setup,
-    values_of,
+    train,
 )
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -53,40 +51,26 @@ def pipeline_parallelism_main(
     setup(rank, world_size)
     communicator = communicator or TorchCommunicator()
     data = data.to(get_device(rank))
-    num_dim = data.size(1)
     local_num_layers = int_divide(num_layers, world_size)
     int_divide(data.size(0), num_micro_batches)
-    layers = range(rank * local_num_layers, (rank + 1) * local_num_layers)
-    params = [get_init_params(num_dim, num_dim, rank, layer=i, dtype=data.dtype) for i in layers]
-    optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        for param in params:
-            x = F.gelu(x @ param)
-        return x
-
+    params = get_layers(data, range(rank * local_num_layers, (rank + 1) * local_num_layers), rank)
     actions = SCHEDULES[schedule](rank, world_size, num_micro_batches)
     record = TrainingRecord()
-    for step in range(num_steps):
-        with record.step():
-            optimizer.zero_grad()
-            loss = run_stage(
-                actions,
-                forward,
-                # Only the first stage reads the data; the others use only its shape.
-                data.chunk(num_micro_batches),
-                communicator,
-                previous_rank=rank - 1 if rank > 0 else None,
-                next_rank=rank + 1 if rank + 1 < world_size else None,
-                record=record,
-                overlap=overlap,
-            )
-            if step == 0:
-                record.gradients = gradients_of(zip(layers, params, strict=True))
-            optimizer.step()
-        if rank + 1 == world_size:
-            record.losses.append(loss)
-    record.params = values_of(zip(layers, params, strict=True))
+
+    def forward_and_backward() -> float | None:
+        return run_stage(
+            actions,
+            lambda x: chain(x, params.values()),
+            # Only the first stage reads the data; the others use only its shape.
+            data.chunk(num_micro_batches),
+            communicator,
+            previous_rank=rank - 1 if rank > 0 else None,
+            next_rank=rank + 1 if rank + 1 < world_size else None,
+            record=record,
+            overlap=overlap,
+        )
+
+    train(record, params, num_steps, forward_and_backward)
     cleanup()
     return record
 
@@ -121,8 +105,8 @@ def run_stage(
     next_rank: int | None,
     record: TrainingRecord,
     overlap: bool,
-) -> float:
-    """Run the actions of one stage; return the loss (zero except on the last stage).
+) -> float | None:
+    """Run the actions of one stage; return the loss on the last stage.
 
     Gradients of all microbatches accumulate on the parameters. Each loss is divided by the number
     of microbatches, so the sum is the gradient of the mean over the whole batch.
@@ -184,4 +168,4 @@ def run_stage(
     with record.waiting():
         for work, _ in sending:
             work.wait()
-    return total_loss
+    return total_loss if next_rank is None else None

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from titanlite.errors import TitanliteError
 from titanlite.tools.lab.device import VirtualDevice
+from titanlite.tools.lab.group import wait_all
 from titanlite.tools.lab.mesh import Mesh
 from titanlite.tools.lab.operation import Operation
 
@@ -28,17 +29,15 @@ class PipelineError(TitanliteError, ValueError):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """N runs through S stages, and the rank of each stage's device.
+    """N runs through S stages; stage s is on the device with rank s.
 
-    By default, stage s is on device s modulo the size of the mesh. With `is_training=False` the
-    pipeline only runs forward passes. Raises PipelineError if there are no runs or no stages, or
-    not one rank per stage; MeshError if a rank is not on the mesh.
+    With `is_training=False` the pipeline only runs forward passes. Raises PipelineError if there
+    are no runs or no stages, or fewer devices than stages.
     """
 
     mesh: Mesh
     num_runs: int
     num_stages: int
-    ranks: tuple[int, ...] = ()
     is_training: bool = True
 
     def __post_init__(self) -> None:
@@ -47,15 +46,8 @@ class Pipeline:
                 f"{self.num_runs} runs and {self.num_stages} stages; there must be at least one of "
                 "each"
             )
-        if not self.ranks:
-            places = tuple(stage % self.mesh.size for stage in range(self.num_stages))
-            object.__setattr__(self, "ranks", places)
-        if len(self.ranks) != self.num_stages:
-            raise PipelineError(
-                f"{len(self.ranks)} ranks for {self.num_stages} stages; give one rank per stage"
-            )
-        for rank in self.ranks:
-            self.mesh.index(rank)
+        if self.num_stages > self.mesh.size:
+            raise PipelineError(f"{self.num_stages} stages need as many devices, of {self.mesh}")
 
     @property
     def num_cycles(self) -> int:
@@ -70,10 +62,6 @@ class Pipeline:
     def stage(self, index: int, cycle: int) -> PipelineStage:
         """The stage `index` in the cycle `cycle`."""
         return PipelineStage(self, index, cycle)
-
-    def stages_on(self, rank: int) -> list[int]:
-        """The stages on the device `rank`."""
-        return [stage for stage, place in enumerate(self.ranks) if place == rank]
 
     def __str__(self) -> str:
         """A table with one row per stage and one column per cycle."""
@@ -179,7 +167,7 @@ class PipelinedOperation(Operation):
         """The loss of one run and the gradient of the last stage's output."""
 
     @abstractmethod
-    def num_features(self, stage: int, parameters: Sequence[torch.Tensor]) -> int:
+    def num_features(self, stage: int) -> int:
         """The number of features of a stage's input."""
 
     def shares(self, mesh: Mesh, *inputs: Any) -> Sequence[Sequence[Any]]:
@@ -198,137 +186,109 @@ class PipelinedOperation(Operation):
         if pipeline.is_training and (targets is None or targets.shape[:3] != x.shape[:3]):
             raise PipelineError("targets: training needs a target for every row of the inputs")
         num_steps, _, batch_size, _ = x.shape
+        last = pipeline.num_stages - 1
         return [
             (
-                {stage: list(parameters[stage]) for stage in pipeline.stages_on(rank)},
+                list(parameters[rank]) if rank <= last else [],
                 num_steps,
                 batch_size,
-                x if rank == pipeline.ranks[0] else None,
-                targets if rank == pipeline.ranks[-1] and pipeline.is_training else None,
+                x if rank == 0 else None,
+                targets if rank == last and pipeline.is_training else None,
             )
             for rank in range(mesh.size)
         ]
 
     def run(self, device: VirtualDevice, *share: Any) -> PipelineResult:
         parameters, num_steps, batch_size, inputs, targets = share
-        result = PipelineResult(parameters=parameters)
-        optimizers = {
-            stage: torch.optim.AdamW(tensors, lr=self.lr) for stage, tensors in parameters.items()
-        }
+        result, stage = PipelineResult(), device.rank
+        if stage >= self.pipeline.num_stages:
+            return result
+        optimizer = torch.optim.AdamW(parameters, lr=self.lr)
         for step in range(num_steps):
-            cycles = _Cycles(self, device, parameters, batch_size)
-            outputs, loss = cycles.run(
-                None if inputs is None else inputs[step], None if targets is None else targets[step]
+            outputs, gradients = self._run_cycles(
+                device,
+                parameters,
+                batch_size,
+                None if inputs is None else inputs[step],
+                None if targets is None else targets[step],
+                result.losses,
             )
-            if targets is not None:
-                result.losses.append(loss)
-            if outputs and not self.pipeline.is_training:
-                result.outputs = torch.stack(outputs)
             if not self.pipeline.is_training:
+                result.outputs = torch.stack(outputs) if outputs else None
                 continue
-            for stage, optimizer in optimizers.items():
-                for tensor, gradient in zip(
-                    parameters[stage], cycles.gradients[stage], strict=True
-                ):
-                    tensor.grad = gradient
-                optimizer.step()
-                result.optimizer_states[stage] = optimizer.state_dict()
             if step == 0:
-                result.gradients = cycles.gradients
+                result.gradients[stage] = gradients
+            for tensor, gradient in zip(parameters, gradients, strict=True):
+                tensor.grad = gradient
+            optimizer.step()
+            result.optimizer_states[stage] = optimizer.state_dict()
+        result.parameters[stage] = parameters
         return result
 
+    def _run_cycles(
+        self,
+        device: VirtualDevice,
+        parameters: Sequence[torch.Tensor],
+        batch_size: int,
+        inputs: torch.Tensor | None,
+        targets: torch.Tensor | None,
+        losses: list[float],
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The outputs of the last stage in one step, and the gradients of this one's parameters.
+
+        Only the first stage has `inputs`, only the last `targets`; it appends its mean loss.
+        """
+        index, num_runs = device.rank, self.pipeline.num_runs
+        total_gradients = [torch.zeros_like(tensor) for tensor in parameters]
+        of_runs: list[float] = []
+        outputs: list[torch.Tensor] = []
+        saved: dict[int, Any] = {}
+        sending = []
+        for cycle in range(self.pipeline.num_cycles):
+            stage = self.pipeline.stage(index, cycle)
+            run = stage.run
+            if run is None:
+                continue
+            if stage.is_forward:
+                if inputs is not None:
+                    x = inputs[run]
+                else:
+                    like = parameters[0].new_empty(batch_size, self.num_features(index))
+                    x = device.channel(index - 1).recv(like)
+                with record_function(f"F{run}"):
+                    y, kept = self.forward(index, parameters, x)
+                if self.pipeline.is_training:
+                    saved[run] = kept, y
+                if stage.is_last:
+                    outputs.append(y)
+                else:
+                    with record_function(f"y{run}"):
+                        sending.append(device.channel(index + 1).isend(y))
+            else:
+                kept, y = saved.pop(run)
+                if targets is not None:
+                    loss, dy = self.loss(y, targets[run])
+                    of_runs.append(loss.item())
+                    dy = dy / num_runs
+                else:
+                    dy = device.channel(index + 1).recv(torch.empty_like(y))
+                with record_function(f"B{run}"):
+                    dx, gradients = self.backward(index, parameters, kept, dy)
+                for total, gradient in zip(total_gradients, gradients, strict=True):
+                    total += gradient
+                if not stage.is_first:
+                    with record_function(f"dy{run}"):
+                        sending.append(device.channel(index - 1).isend(dx))
+        wait_all(sending)
+        if of_runs:
+            losses.append(sum(of_runs) / num_runs)
+        return outputs, total_gradients
+
     def join(self, mesh: Mesh, results: Sequence[PipelineResult]) -> PipelineResult:
-        last = results[self.pipeline.ranks[-1]]
+        last = results[self.pipeline.num_stages - 1]
         joined = PipelineResult(losses=last.losses, outputs=last.outputs)
         for result in results:
             joined.parameters.update(result.parameters)
             joined.gradients.update(result.gradients)
             joined.optimizer_states.update(result.optimizer_states)
         return joined
-
-
-class _Cycles:
-    """The cycles of one step on one device, for all of its stages."""
-
-    def __init__(
-        self,
-        operation: PipelinedOperation,
-        device: VirtualDevice,
-        parameters: dict[int, list[torch.Tensor]],
-        batch_size: int,
-    ) -> None:
-        self.operation = operation
-        self.pipeline = operation.pipeline
-        self.device = device
-        self.parameters = parameters
-        self.batch_size = batch_size
-        self.gradients = {
-            stage: [torch.zeros_like(tensor) for tensor in tensors]
-            for stage, tensors in parameters.items()
-        }
-        self._saved: dict[tuple[int, int], Any] = {}
-        # Tensors that one stage passes to another on the same device.
-        self._here: dict[tuple[int, int, str], torch.Tensor] = {}
-        self._sending: list[Any] = []
-
-    def run(
-        self, inputs: torch.Tensor | None, targets: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], float]:
-        """Outputs and mean loss of the last stage; an empty list and zero on other devices."""
-        outputs: list[torch.Tensor] = []
-        total_loss = 0.0
-        for cycle in range(self.pipeline.num_cycles):
-            for index, parameters in self.parameters.items():
-                stage = self.pipeline.stage(index, cycle)
-                run = stage.run
-                if run is None:
-                    continue
-                if stage.is_forward:
-                    if stage.is_first:
-                        assert inputs is not None
-                        x = inputs[run]
-                    else:
-                        shape = (self.batch_size, self.operation.num_features(index, parameters))
-                        x = self._take(index, run, "y", index - 1, parameters[0].new_empty(shape))
-                    with record_function(f"F{run}"):
-                        y, saved = self.operation.forward(index, parameters, x)
-                    if self.pipeline.is_training:
-                        self._saved[index, run] = (saved, y)
-                    if stage.is_last:
-                        outputs.append(y)
-                    else:
-                        self._give(index + 1, run, "y", y)
-                else:
-                    saved, y = self._saved.pop((index, run))
-                    if stage.is_last:
-                        assert targets is not None
-                        loss, dy = self.operation.loss(y, targets[run])
-                        total_loss += loss.item() / self.pipeline.num_runs
-                        dy = dy / self.pipeline.num_runs
-                    else:
-                        dy = self._take(index, run, "dy", index + 1, torch.empty_like(y))
-                    with record_function(f"B{run}"):
-                        dx, gradients = self.operation.backward(index, parameters, saved, dy)
-                    for total, gradient in zip(self.gradients[index], gradients, strict=True):
-                        total += gradient
-                    if not stage.is_first:
-                        self._give(index - 1, run, "dy", dx)
-        for transfer in self._sending:
-            transfer.wait()
-        return outputs, total_loss
-
-    def _give(self, to_stage: int, run: int, what: str, tensor: torch.Tensor) -> None:
-        rank = self.pipeline.ranks[to_stage]
-        if rank == self.device.rank:
-            self._here[to_stage, run, what] = tensor
-        else:
-            with record_function(f"{what}{run}"):
-                self._sending.append(self.device.channel(rank).isend(tensor))
-
-    def _take(
-        self, stage: int, run: int, what: str, from_stage: int, into: torch.Tensor
-    ) -> torch.Tensor:
-        rank = self.pipeline.ranks[from_stage]
-        if rank == self.device.rank:
-            return self._here.pop((stage, run, what))
-        return self.device.channel(rank).recv(into)

@@ -2,7 +2,7 @@
 
 Every device writes its communication events into a log (recorder.py). The host reads the logs while
 the run goes on, to see mistakes and deadlocks (diagnosis.py), and afterwards, to draw the run
-(steps.py computes the step of each message, pictures.py the picture, drawing.py has both).
+(steps.py computes the step of each message, pictures.py the picture).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # The kinds of events. A device posts a SEND, RECEIVE or COLLECTIVE (of torch.distributed), and may
 # WAIT for it and then RESUME. BEGIN and END enclose a collective of the virtual device, ENTER and
@@ -23,8 +23,7 @@ SEND, RECEIVE, COLLECTIVE, WAIT, RESUME = "send", "receive", "collective", "wait
 BEGIN, END, ENTER, LEAVE, RETURN = "begin", "end", "enter", "leave", "return"
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """The dtype, shape and bytes of a tensor, and its values if they were recorded and are few."""
 
     dtype: str
@@ -32,13 +31,22 @@ class TensorInfo:
     nbytes: int
     values: tuple[float, ...] | None = None
 
+    @classmethod
+    def of(cls, tensor: Any, values: tuple[float, ...] | None = None) -> TensorInfo:
+        return cls(
+            str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes, values
+        )
+
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}"
 
 
-@dataclass(frozen=True)
-class Event:
-    """What one device did. `seconds` counts from the start of the first device.
+# That of a barrier.
+NO_TENSOR = TensorInfo("", (), 0)
+
+
+class Event(NamedTuple):
+    """What one device did. `seconds` counts from the start of the run.
 
     `number` identifies a post or a block on its device; WAIT, RESUME, END and LEAVE have the number
     of what they belong to. `name` is the kind of a collective or the name of a block, `label` the
@@ -57,7 +65,7 @@ class Event:
     label: str = ""
     peers: tuple[int, ...] = ()
     channel: str = ""
-    tensor: TensorInfo | None = None
+    tensor: TensorInfo = NO_TENSOR
     where: str = ""
     thread: int = 0
 
@@ -84,7 +92,6 @@ class Message:
         """The tensor that was sent (that is to be received, if nothing was sent)."""
         event = self.sent or self.received
         assert event is not None
-        assert event.tensor is not None
         return event.tensor
 
 
@@ -259,26 +266,21 @@ class Logs:
         """The bytes of each log; if they stay the same, no device communicates."""
         return [path.stat().st_size for path in self.paths]
 
-    def read(self) -> Recorded:
-        logs = [_read(path) for path in self.paths]
-        start = min((log[0][0] for log in logs if log), default=0.0)
-        return Recorded(
-            [[_event(rank, start, *one) for one in log] for rank, log in enumerate(logs)]
-        )
+    def read(self) -> list[list[Event]]:
+        return [_read(path) for path in self.paths]
 
 
 def log_path(folder: Path, rank: int) -> Path:
     return folder / "logs" / str(rank)
 
 
-def packed(*values: object) -> bytes:
-    """The bytes of an event in a log: its values after `rank`."""
-    text = pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
+def packed(event: Event) -> bytes:
+    """The bytes of an event in a log."""
+    text = pickle.dumps(event, pickle.HIGHEST_PROTOCOL)
     return len(text).to_bytes(4, "little") + text
 
 
-def _read(path: Path) -> list[tuple[Any, ...]]:
-    """The values of each event of a log."""
+def _read(path: Path) -> list[Event]:
     data = path.read_bytes()
     events, place = [], 0
     # The last event may be half written.
@@ -287,13 +289,3 @@ def _read(path: Path) -> list[tuple[Any, ...]]:
         if place <= len(data):
             events.append(pickle.loads(data[start:place]))
     return events
-
-
-def _event(
-    rank: int, start: float, seconds: float, kind: str, number: int, name: str, label: str,
-    peers: tuple[int, ...], channel: str, tensor: tuple[Any, ...] | None, where: str, thread: int,
-) -> Event:  # fmt: skip
-    info = None if tensor is None else TensorInfo(*tensor)
-    return Event(
-        rank, seconds - start, kind, number, name, label, peers, channel, info, where, thread
-    )

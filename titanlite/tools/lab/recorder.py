@@ -1,7 +1,8 @@
 """Recorder: writes the communication events of one device into its log, for record.py.
 
-It is part of the dispatch mode that counts, so it sees messages of torch.distributed as well as
-those of the virtual device. An event is written before the device can block on it, in one system
+A dispatch mode calls it, and counts. It is below autograd and torch.distributed, so it sees all
+that a device runs: matrix products, and the messages and collectives of torch.distributed as well
+as those of the virtual device. An event is written before the device can block on it, in one system
 call, so the log of a hung device is complete. It takes 2 to 5 microseconds.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import sys
 import threading
@@ -20,19 +22,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from titanlite.tools.lab.counts import KINDS, Listener, tensors_in
+from titanlite.tools.lab.counts import KINDS, Counts, tensors_in
+from titanlite.tools.lab.link import sleep_until
 from titanlite.tools.lab.record import (
     BEGIN,
     COLLECTIVE,
     END,
     ENTER,
     LEAVE,
+    NO_TENSOR,
     RECEIVE,
     RESUME,
     RETURN,
     SEND,
     WAIT,
+    Event,
+    TensorInfo,
     packed,
 )
 
@@ -45,11 +53,16 @@ LIBRARIES = tuple(
 EXERCISES = str(Path(__file__).parent / "exercises") + os.sep
 
 
-class Recorder(Listener):
-    """The log of one device in one run. With `keeps_values`, it also has the values of tensors."""
+class Recorder:
+    """The log of one device in one run. With `keeps_values`, it also has the values of tensors.
 
-    def __init__(self, path: Path, keeps_values: bool = False) -> None:
+    `start` is the time, by `time.monotonic`, from which the seconds of events are counted.
+    """
+
+    def __init__(self, path: Path, rank: int, start: float, keeps_values: bool) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._rank = rank
+        self._start = start
         self._keeps_values = keeps_values
         self._numbers = itertools.count(1)
         # The open blocks of each thread, and its number: the thread that runs the job is 0.
@@ -66,8 +79,10 @@ class Recorder(Listener):
             _, number = self._works.pop(id(work), (None, None))
             if number is None:
                 return own_wait(work, *args, **options)
-            with self.waiting(number):
-                return own_wait(work, *args, **options)
+            self._write(WAIT, number)
+            result = own_wait(work, *args, **options)
+            self._write(RESUME, number)
+            return result
 
         Work.wait = wait  # type: ignore[method-assign, assignment]
         try:
@@ -77,12 +92,6 @@ class Recorder(Listener):
             Work.wait = own_wait  # type: ignore[method-assign]
             self._works.clear()
             os.close(self._file)
-
-    @contextlib.contextmanager
-    def waiting(self, number: int) -> Iterator[None]:
-        self._write(WAIT, number)
-        yield
-        self._write(RESUME, number)
 
     @contextlib.contextmanager
     def collective(
@@ -100,29 +109,29 @@ class Recorder(Listener):
         self._write(kind, number, "", "", (peer,), channel, tensor)
         return number
 
-    def dispatched(self, func: Any, args: Any) -> int | None:
-        """An operation of torch that is about to run; its number if it is communication."""
-        name = func._opname
-        if func.namespace == "profiler":
-            blocks = self._blocks.setdefault(threading.get_ident(), [])
-            if name == "_record_function_enter_new":
-                # torch names blocks of its own: "Optimizer.step#AdamW.step".
-                is_own = args[0].startswith("Optimizer.")
-                block = args[0].rpartition(".")[2] if is_own else args[0]
-                blocks.append((next(self._numbers), block))
-                if block != "zero_grad":
-                    self._write(ENTER, *blocks[-1])
-            elif name == "_record_function_exit" and blocks:
-                number, block = blocks.pop()
-                if block != "zero_grad":
-                    self._write(LEAVE, number, block)
-            return None
+    def block(self, func: Any, args: Any) -> None:
+        """A call of the profiler, which begins or ends a block with a name."""
+        blocks = self._blocks.setdefault(threading.get_ident(), [])
+        if func._opname == "_record_function_enter_new":
+            # torch names blocks of its own: "Optimizer.step#AdamW.step".
+            is_own = args[0].startswith("Optimizer.")
+            block = args[0].rpartition(".")[2] if is_own else args[0]
+            blocks.append((next(self._numbers), block))
+            if block != "zero_grad":
+                self._write(ENTER, *blocks[-1])
+        elif func._opname == "_record_function_exit" and blocks:
+            number, block = blocks.pop()
+            if block != "zero_grad":
+                self._write(LEAVE, number, block)
+
+    def communication(self, func: Any, args: Any) -> int | None:
+        """A call of torch.distributed that is about to run; its number, if it is recorded."""
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
         if boxed is None:
             return None
         group: Any = ProcessGroup.unbox(boxed)
         ranks = tuple(dist.get_process_group_ranks(group))
-        name = name.strip("_")
+        name = func._opname.strip("_")
         if name in ("send", "recv"):
             _, _, peer, tag = args
             kind = SEND if name == "send" else RECEIVE
@@ -155,24 +164,20 @@ class Recorder(Listener):
         channel: str = "",
         tensor: torch.Tensor | None = None,
     ) -> None:
-        # A tensor to receive into has no values yet.
-        info = (
-            None if tensor is None else self._info(tensor, self._keeps_values and kind != RECEIVE)
-        )
+        info = NO_TENSOR
+        if tensor is not None:
+            # A tensor to receive into has no values yet.
+            is_kept = self._keeps_values and kind != RECEIVE and not tensor.is_meta
+            is_kept = is_kept and tensor.numel() <= MOST_VALUES
+            info = TensorInfo.of(tensor, tuple(tensor.flatten().tolist()) if is_kept else None)
         where = _caller() if peers else ""
         blocks = self._blocks.setdefault(threading.get_ident(), [])
         if peers and not label and blocks:
             label = blocks[-1][1]
-        values = (time.monotonic(), kind, number, name, label, peers, channel, info, where)
+        seconds = time.monotonic() - self._start
         thread = list(self._blocks).index(threading.get_ident())
-        os.write(self._file, packed(*values, thread))
-
-    def _info(self, tensor: torch.Tensor, with_values: bool) -> tuple[Any, ...]:
-        values = None
-        if with_values and not tensor.is_meta and tensor.numel() <= MOST_VALUES:
-            values = tuple(tensor.detach().flatten().tolist())
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return dtype, tuple(tensor.shape), tensor.nbytes, values
+        what = (number, name, label, peers, channel, info, where, thread)
+        os.write(self._file, packed(Event(self._rank, seconds, kind, *what)))
 
 
 def _caller() -> str:
@@ -184,3 +189,48 @@ def _caller() -> str:
             return f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+class CountingMode(TorchDispatchMode):
+    """Counts the operations inside its `with` block into `counts`, and tells the recorder of them.
+
+    It also delays matrix products, convolutions and attention to at most `flops_per_second`. Sends
+    of a tensor on the meta device never reach torch; the channel counts and records them.
+    """
+
+    def __init__(
+        self, counts: Counts, recorder: Recorder, flops_per_second: float = math.inf
+    ) -> None:
+        super().__init__()
+        self.counts = counts
+        self.recorder = recorder
+        self.flops_per_second = flops_per_second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        start, number = time.monotonic(), None
+        if func.namespace == "profiler":
+            self.recorder.block(func, args)
+        elif func.namespace == "c10d":
+            number = self.recorder.communication(func, args)
+        result = func(*args, **kwargs)
+        if number is not None:
+            self.recorder.started(number, result)
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=result)
+            self.counts.flops += flops
+            sleep_until(start + flops / self.flops_per_second)
+        elif func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func._opname.strip("_"), args, result)
+        return result
+
+    def _count(self, name: str, args: Any, result: Any) -> None:
+        if name == "send":
+            self.counts.count_send(args[0][0])
+        elif name in KINDS:
+            # The output is an argument of some forms and the return value of others.
+            sides = map(tensors_in, (*args[:2], result))
+            num_bytes = max(sum(tensor.nbytes for tensor in side) for side in sides)
+            self.counts.torch_collectives[KINDS[name]] += 1
+            self.counts.torch_collective_bytes[KINDS[name]] += num_bytes

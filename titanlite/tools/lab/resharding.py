@@ -7,7 +7,8 @@ from the two shardings: which box of each new shard is on which device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 
@@ -39,37 +40,24 @@ def reshard(
     old, new = source.box(mesh, shape, here), target.box(mesh, shape, here)
     result = shard.new_empty(target.local_shape(mesh, shape))
     moves = list(_moves(mesh, shape, source, target))
-    if all(giver == taker for giver, taker, _ in moves):
-        _exchange(device, moves, shard, old, result, new)
-    else:
-        with device.collective("reshard", label=label):
-            _exchange(device, moves, shard, old, result, new)
-    return result
-
-
-def _exchange(
-    device: VirtualDevice,
-    moves: Sequence[tuple[MeshIndex, MeshIndex, Box]],
-    shard: torch.Tensor,
-    old: Box,
-    result: torch.Tensor,
-    new: Box,
-) -> None:
-    """Fill `result`, which holds the box `new`, from all shards; this one holds the box `old`."""
-    here = device.index
-    sending = [
-        device.channel(taker).isend(at(shard, relative(box, old)))
-        for giver, taker, box in moves
-        if giver == here and taker != here
-    ]
-    for giver, taker, box in moves:
-        if taker == here:
-            piece = at(shard, relative(box, old)) if giver == here else None
-            if piece is None:
+    is_local = all(giver == taker for giver, taker, _ in moves)
+    with nullcontext() if is_local else device.collective("reshard", label=label):
+        sending = [
+            device.channel(taker).isend(at(shard, relative(box, old)))
+            for giver, taker, box in moves
+            if giver == here and taker != here
+        ]
+        for giver, taker, box in moves:
+            if taker != here:
+                continue
+            if giver == here:
+                piece = at(shard, relative(box, old))
+            else:
                 piece = shard.new_empty([last - first for first, last in box])
                 device.channel(giver).recv(piece)
             at(result, relative(box, new)).copy_(piece)
-    wait_all(sending)
+        wait_all(sending)
+    return result
 
 
 def _moves(

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from titanlite.tools.lab.group import Group, wait_all
-from titanlite.tools.lab.naive_collectives import Combine
 
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
@@ -60,16 +59,14 @@ def gather(group: Group, tensor: torch.Tensor, root: int = 0) -> list[torch.Tens
     return [arrived[(root - rank) % group.size] for rank in range(group.size)]
 
 
-def reduce(
-    group: Group, tensor: torch.Tensor, root: int = 0, combine: Combine = torch.add
-) -> torch.Tensor | None:
+def reduce(group: Group, tensor: torch.Tensor, root: int = 0) -> torch.Tensor | None:
     """The sum on the root, None elsewhere: W chunks, reduced on their way around the ring."""
     distance = (root - group.rank) % group.size
     chunks = []
     sending = []
     for chunk in tensor.flatten().tensor_split(group.size):
         if distance < group.size - 1:
-            chunk = combine(group.recv(chunk, group.rank - 1), chunk)
+            chunk = group.recv(chunk, group.rank - 1) + chunk
         if distance > 0:
             sending.append(group.isend(chunk, group.rank + 1))
         chunks.append(chunk)
@@ -86,22 +83,20 @@ def all_gather(group: Group, tensor: torch.Tensor) -> list[torch.Tensor]:
     return [gathered[rank] for rank in range(group.size)]
 
 
-def reduce_scatter(
-    group: Group, tensors: Sequence[torch.Tensor], combine: Combine = torch.add
-) -> torch.Tensor:
+def reduce_scatter(group: Group, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of tensors[r] on device r: W-1 times, forward a partial sum and add to the next."""
     # The sum for device r starts on device r+1 and travels once around the ring.
     partial = tensors[(group.rank - 1) % group.size]
     for step in range(2, group.size + 1):
         mine = tensors[(group.rank - step) % group.size]
-        partial = combine(group.shift(partial, mine), mine)
+        partial = group.shift(partial, mine) + mine
     return partial if group.size > 1 else partial.clone()
 
 
-def all_reduce(group: Group, tensor: torch.Tensor, combine: Combine = torch.add) -> torch.Tensor:
+def all_reduce(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     """The sum, on every device: a reduce-scatter of W chunks, then an all-gather of the sums."""
     chunks = tensor.flatten().tensor_split(group.size)
-    partial = reduce_scatter(group, chunks, combine)
+    partial = reduce_scatter(group, chunks)
     sums = {group.rank: partial}
     # Like all_gather, for chunks whose sizes may differ by one element.
     for step in range(1, group.size):
@@ -113,11 +108,10 @@ def all_reduce(group: Group, tensor: torch.Tensor, combine: Combine = torch.add)
 
 def all_to_all(group: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """tensors[r] of every device, on device r: bundles go around; each device removes its part."""
-    # The first tensor of the bundle is for the next device.
-    bundle = torch.stack([tensors[peer] for peer in group.peers]) if group.size > 1 else None
     received = {group.rank: tensors[group.rank].clone()}
+    # For the next device, the one after it, and so on; the last is this device's own.
+    bundle = torch.stack([tensors[peer] for peer in [*group.peers, group.rank]])[:-1]
     for step in range(1, group.size):
-        assert bundle is not None
         bundle = group.shift(bundle)
         received[(group.rank - step) % group.size] = bundle[0]
         bundle = bundle[1:]

@@ -33,6 +33,7 @@ class DimSharding:
         return "".join(self.axes) or "_"
 
 
+@dataclass(frozen=True, init=False, repr=False)
 class TensorSharding:
     """The sharding of each dimension of a tensor: `TensorSharding("x", None, ("y", "z"))`.
 
@@ -40,8 +41,10 @@ class TensorSharding:
     ShardingError if an axis shards two dimensions: some parts would then be on no device.
     """
 
+    dims: tuple[DimSharding, ...]
+
     def __init__(self, *dims: str | Sequence[str] | DimSharding | None) -> None:
-        self.dims = tuple(_dim_sharding(dim) for dim in dims)
+        object.__setattr__(self, "dims", tuple(_dim_sharding(dim) for dim in dims))
         for axis in self.axes:
             if self.axes.count(axis) > 1:
                 raise ShardingError(f"sharding {self}: axis {axis} is used more than once")
@@ -59,12 +62,6 @@ class TensorSharding:
     def __getitem__(self, dim: int) -> tuple[str, ...]:
         """The axes that shard dimension `dim`."""
         return self.dims[dim].axes
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TensorSharding) and self.dims == other.dims
-
-    def __hash__(self) -> int:
-        return hash(self.dims)
 
     def __str__(self) -> str:
         return f"[{', '.join(map(str, self.dims))}]"

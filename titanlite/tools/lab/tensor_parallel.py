@@ -16,15 +16,12 @@ from torch.profiler import record_function
 
 from titanlite.tools.lab.communicator import Communicator, TorchCommunicator
 from titanlite.tools.lab.lecture import (
-    LEARNING_RATE,
     TrainingRecord,
     cleanup,
     get_device,
-    get_init_params,
-    gradients_of,
-    int_divide,
+    get_layers,
     setup,
-    values_of,
+    train,
 )
 
 
@@ -47,36 +44,19 @@ def tensor_parallelism_main(
     setup(rank, world_size)
     communicator = communicator or TorchCommunicator()
     data = data.to(get_device(rank))
-    num_dim = data.size(1)
-    local_num_dim = int_divide(num_dim, world_size)
-    params = [
-        get_init_params(
-            num_dim,
-            local_num_dim,
-            rank,
-            layer=i,
-            shard=rank,
-            num_shards=world_size,
-            dtype=data.dtype,
-        )
-        for i in range(num_layers)
-    ]
-    optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE)
+    params = get_layers(data, range(num_layers), rank, shard=rank, num_shards=world_size)
     record = TrainingRecord()
-    for step in range(num_steps):
-        with record.step():
-            optimizer.zero_grad()
-            x = data
-            for param in params:
-                x = tensor_parallel_layer(x, param, record, communicator, overlap=overlap)
-            # Every rank has all of x, so all have the same loss.
-            loss = x.square().mean()
-            loss.backward()
-            if step == 0:
-                record.gradients = gradients_of(enumerate(params))
-            optimizer.step()
-        record.losses.append(loss.item())
-    record.params = values_of(enumerate(params))
+
+    def forward_and_backward() -> torch.Tensor:
+        x = data
+        for param in params.values():
+            x = tensor_parallel_layer(x, param, record, communicator, overlap=overlap)
+        # Every rank has all of x, so all have the same loss.
+        loss = x.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    train(record, params, num_steps, forward_and_backward)
     cleanup()
     return record
 

@@ -14,15 +14,13 @@ import torch.distributed as dist
 
 from titanlite.tools.lab.communicator import TorchCommunicator
 from titanlite.tools.lab.lecture import (
-    LEARNING_RATE,
     TrainingRecord,
     cleanup,
     get_device,
-    get_init_params,
-    gradients_of,
+    get_layers,
     int_divide,
     setup,
-    values_of,
+    train,
 )
 from titanlite.tools.lab.mesh import Mesh
 from titanlite.tools.lab.pipeline_parallel import SCHEDULES, run_stage
@@ -56,64 +54,42 @@ def three_d_parallelism_main(
     groups = open_groups(mesh, rank)
     local_batch_size = int_divide(data.size(0), mesh.sizes["dp"])
     int_divide(local_batch_size, num_micro_batches)
-    num_dim = data.size(1)
-    local_num_dim = int_divide(num_dim, mesh.sizes["tp"])
     local_num_layers = int_divide(num_layers, mesh.sizes["pp"])
-    start_index = here["dp"] * local_batch_size
-    data = data[start_index : start_index + local_batch_size].to(get_device(rank))
+    data = data.split(local_batch_size)[here["dp"]].to(get_device(rank))
     layers = range(here["pp"] * local_num_layers, (here["pp"] + 1) * local_num_layers)
-    params = [
-        get_init_params(
-            num_dim,
-            local_num_dim,
-            rank,
-            layer=i,
-            shard=here["tp"],
-            num_shards=mesh.sizes["tp"],
-            dtype=data.dtype,
-        )
-        for i in layers
-    ]
-    optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE)
+    params = get_layers(data, layers, rank, shard=here["tp"], num_shards=mesh.sizes["tp"])
+    tensor_ranks = TorchCommunicator(groups["tp"])
+    stages, stage = mesh.group(here, ["pp"]), here["pp"]
+    actions = SCHEDULES[schedule](stage, len(stages), num_micro_batches)
     record = TrainingRecord()
 
-    tensor_ranks = TorchCommunicator(groups["tp"])
-
     def forward(x: torch.Tensor) -> torch.Tensor:
-        for param in params:
+        for param in params.values():
             x = tensor_parallel_layer(x, param, record, tensor_ranks, overlap=overlap)
         return x
 
-    stages = mesh.group(here, ["pp"])
-    stage = here["pp"]
-    actions = SCHEDULES[schedule](stage, len(stages), num_micro_batches)
-    for step in range(num_steps):
-        with record.step():
-            optimizer.zero_grad()
-            loss = run_stage(
-                actions,
-                forward,
-                data.chunk(num_micro_batches),
-                TorchCommunicator(),
-                previous_rank=stages[stage - 1] if stage > 0 else None,
-                next_rank=stages[stage + 1] if stage + 1 < len(stages) else None,
-                record=record,
-                overlap=overlap,
-            )
-            works: list[Any] = [
-                dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=groups["dp"], async_op=True)
-                for param in params
-                if param.grad is not None
-            ]
-            with record.waiting():
-                for work in works:
-                    work.wait()
-            if step == 0:
-                record.gradients = gradients_of(zip(layers, params, strict=True))
-            optimizer.step()
-        if stage + 1 == len(stages):
-            record.losses.append(loss)
-    record.params = values_of(zip(layers, params, strict=True))
+    def forward_and_backward() -> float | None:
+        loss = run_stage(
+            actions,
+            forward,
+            data.chunk(num_micro_batches),
+            TorchCommunicator(),
+            previous_rank=stages[stage - 1] if stage > 0 else None,
+            next_rank=stages[stage + 1] if stage + 1 < len(stages) else None,
+            record=record,
+            overlap=overlap,
+        )
+        works: list[Any] = [
+            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=groups["dp"], async_op=True)
+            for param in params.values()
+            if param.grad is not None
+        ]
+        with record.waiting():
+            for work in works:
+                work.wait()
+        return loss
+
+    train(record, params, num_steps, forward_and_backward)
     for group in groups.values():
         dist.destroy_process_group(group)
     cleanup()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import titanlite.tools.lab as lab
 from titanlite.errors import TitanliteError
 from titanlite.tools.lab.table import Samples, Table, compared
 
@@ -29,8 +31,6 @@ def bandwidth(
     bytes_per_second: float = 0.0,
 ) -> Table:
     """bandwidth of collectives, torch's and by hand: bytes * 2 (W-1) / (W t)"""
-    from titanlite.tools.lab import Mesh, VirtualCluster, measure_bandwidth
-
     if world < 2:
         raise TitanliteError("world: a single rank sends nothing; use at least 2")
     if num_bytes % (4 * world):
@@ -39,13 +39,12 @@ def bandwidth(
             f"use a multiple of {4 * world}"
         )
     link = _link(latency_seconds, bytes_per_second)
-    options = {"num_trials": repeats}
 
     def measure(device: Any, kind: str, form: str) -> Any:
-        return measure_bandwidth(device, kind, num_bytes, form=form, **options)
+        return lab.measure_bandwidth(device, kind, num_bytes, form=form, num_trials=repeats)
 
     rows = []
-    with VirtualCluster(Mesh(rank=world), link=link) as cluster:
+    with lab.VirtualCluster(lab.Mesh(rank=world), link=link) as cluster:
         for kind in ("all_reduce", "all_gather", "reduce_scatter"):
             # Links do not delay torch's collectives.
             for form in ("torch", "naive", "ring") if link is None else ("naive", "ring"):
@@ -74,15 +73,6 @@ def overlap(
     """overlapped communication on slow links and devices: step time with and without overlap"""
     import torch
 
-    from titanlite.tools.lab import (
-        Mesh,
-        VirtualCluster,
-        data_parallelism_main,
-        pipeline_parallelism_main,
-        tensor_parallelism_main,
-        zero_parallelism_main,
-    )
-
     num_layers, dim, batch = max(4, world), 128, 128
     if world < 2 or num_layers % world or dim % world:
         raise TitanliteError(
@@ -90,26 +80,27 @@ def overlap(
             "use a power of two from 2 to 128"
         )
     inputs = torch.randn(batch, dim)
-    bucket, num_steps = {"bucket_bytes": 2 * dim * dim * 4}, {"num_steps": NUM_STEPS}
-    runs: list[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
-        ("data parallel", data_parallelism_main, (NUM_STEPS,), {}),
-        ("... 2 layers a bucket", data_parallelism_main, (NUM_STEPS,), bucket),
-        ("ZeRO 2", zero_parallelism_main, (NUM_STEPS,), {"stage": 2}),
-        ("ZeRO 3", zero_parallelism_main, (NUM_STEPS,), {"stage": 3}),
-        ("tensor parallel", tensor_parallelism_main, (), num_steps),
-        ("pipeline gpipe", pipeline_parallelism_main, (8,), {**num_steps, "schedule": "gpipe"}),
-        ("pipeline 1f1b", pipeline_parallelism_main, (8,), num_steps),
-    ]
+    steps = {"num_steps": NUM_STEPS}
+    data = partial(lab.data_parallelism_main, **steps)
+    zero = partial(lab.zero_parallelism_main, **steps)
+    pipeline = partial(lab.pipeline_parallelism_main, num_micro_batches=8, **steps)
+    mains = {
+        "data parallel": data,
+        "... 2 layers a bucket": partial(data, bucket_bytes=2 * dim * dim * 4),
+        "ZeRO 2": partial(zero, stage=2),
+        "ZeRO 3": partial(zero, stage=3),
+        "tensor parallel": partial(lab.tensor_parallelism_main, **steps),
+        "pipeline gpipe": partial(pipeline, schedule="gpipe"),
+        "pipeline 1f1b": pipeline,
+    }
     link = _link(latency_seconds, bytes_per_second)
     speed = flops_per_second or math.inf
     rows = []
-    with VirtualCluster(
-        Mesh(rank=world), algorithm="ring", link=link, flops_per_second=speed
+    with lab.VirtualCluster(
+        lab.Mesh(rank=world), algorithm="ring", link=link, flops_per_second=speed
     ) as cluster:
-        for name, main, args, options in runs:
-            without, overlapped = step_times(
-                cluster, main, inputs, num_layers, *args, repeats, **options
-            )
+        for name, main in mains.items():
+            without, overlapped = step_times(cluster, main, (inputs, num_layers), repeats)
             verdict = compared(without[0], overlapped[0])
             cells = [samples.text(1e3, 0) for pair in (without, overlapped) for samples in pair]
             rows.append((name, *cells, verdict))
@@ -124,39 +115,33 @@ def overlap(
 
 
 def step_times(
-    cluster: Any, main: Callable[..., Any], *args: Any, **options: Any
-) -> tuple[tuple[Samples, Samples], tuple[Samples, Samples]]:
+    cluster: Any, main: Callable[..., Any], inputs: tuple[Any, ...], repeats: int
+) -> tuple[tuple[Samples, ...], tuple[Samples, ...]]:
     """Seconds per step, and seconds of waiting, of `main` without and with overlap.
 
-    The last of `args` is the number of repeats. Runs alternate, so that a busy machine slows down
-    both sides. Each sample is a mean over ranks and steps, without the first step.
+    Runs alternate, so that a busy machine slows down both sides. Each sample is a mean over ranks
+    and steps, without the first step.
     """
-    from titanlite.tools.lab import over_channels
-
-    *inputs, repeats = args
     times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for _ in range(repeats):
         for overlapped, samples in times.items():
-            records = cluster.run(over_channels(main, overlap=overlapped, **options), *inputs)
+            records = cluster.run(lab.over_channels(main, overlap=overlapped), *inputs)
             num_steps = sum(record.num_steps - 1 for record in records)
             seconds = sum(record.seconds for record in records) / num_steps
             waited = sum(record.waited_seconds for record in records) / num_steps
             samples.append((seconds, waited))
-    return _columns(times[False]), _columns(times[True])
-
-
-def _columns(samples: list[tuple[float, float]]) -> tuple[Samples, Samples]:
-    first, second = zip(*samples, strict=True)
-    return Samples(first), Samples(second)
+    without, overlapping = (
+        tuple(map(Samples, zip(*times[is_overlapped], strict=True)))
+        for is_overlapped in (False, True)
+    )
+    return without, overlapping
 
 
 def _link(latency_seconds: float, bytes_per_second: float) -> Link | None:
     """The link of these options; no bandwidth means an infinite one."""
-    from titanlite.tools.lab.link import Link
-
     if not latency_seconds and not bytes_per_second:
         return None
-    return Link(latency_seconds, bytes_per_second or float("inf"))
+    return lab.Link(latency_seconds, bytes_per_second or math.inf)
 
 
 def _on(link: Link | None) -> str:

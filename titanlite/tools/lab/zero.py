@@ -15,14 +15,13 @@ from torch.profiler import record_function
 
 from titanlite.tools.lab.communicator import Communicator, Pending, TorchCommunicator
 from titanlite.tools.lab.lecture import (
-    LEARNING_RATE,
     TrainingRecord,
     cleanup,
     get_device,
-    get_init_params,
+    get_layers,
     int_divide,
     setup,
-    state_bytes,
+    train,
 )
 
 
@@ -49,14 +48,13 @@ def zero_parallelism_main(
     setup(rank, world_size)
     communicator = communicator or TorchCommunicator()
     local_batch_size = int_divide(data.size(0), world_size)
-    num_dim = data.size(1)
     num_global = data.numel()
-    data = data[rank * local_batch_size : (rank + 1) * local_batch_size].to(get_device(rank))
-
+    data = data.split(local_batch_size)[rank].to(get_device(rank))
     record = TrainingRecord()
+    # One whole weight at a time.
     layers = [
         ShardedLayer(
-            get_init_params(num_dim, num_dim, rank, layer=i, dtype=data.dtype).detach(),
+            get_layers(data, [i], rank)[i].detach(),
             communicator,
             record,
             stage=stage,
@@ -64,60 +62,54 @@ def zero_parallelism_main(
         )
         for i in range(num_layers)
     ]
-    optimizer = torch.optim.AdamW([layer.shard for layer in layers], lr=LEARNING_RATE)
-    for step in range(num_steps):
-        with record.step():
-            optimizer.zero_grad()
-            inputs, products = [], []
-            x = data
-            for i, layer in enumerate(layers):
-                with record_function(f"W{i}"):
-                    weight = layer.gather()
-                if overlap and i + 1 < num_layers:
-                    with record_function(f"W{i + 1}"):
-                        layers[i + 1].start_gather()
-                with record_function(f"F{i}"):
-                    inputs.append(x)
-                    products.append(x @ weight)
-                    x = F.gelu(products[-1])
-                layer.free()
-            loss = x.square().sum() / num_global
 
-            # d loss / d x of the global mean, so gradients are summed over ranks, not averaged.
-            dx = 2 * x / num_global
-            for i in reversed(range(num_layers)):
-                with record_function(f"W{i}"):
-                    weight = layers[i].gather()
-                if overlap and i > 0:
-                    with record_function(f"W{i - 1}"):
-                        layers[i - 1].start_gather()
-                with record_function(f"B{i}"):
-                    dproduct = torch.ops.aten.gelu_backward(dx, products.pop())
-                    gradient = inputs.pop().T @ dproduct
-                with record_function(f"dW{i}"):
-                    layers[i].reduce_gradient(gradient)
-                if i > 0:
-                    dx = dproduct @ weight.T
-                layers[i].free()
-            for layer in layers:
-                layer.finish_gradient()
-            if step == 0:
-                record.gradients = {
-                    i: layer.shard.grad.clone()
-                    for i, layer in enumerate(layers)
-                    if layer.shard.grad is not None
-                }
-            record.held_bytes["parameters"] = sum(layer.parameter_bytes for layer in layers)
-            record.held_bytes["gradients"] = sum(layer.gradient_bytes for layer in layers)
-            for layer in layers:
-                layer.full_gradient = None
-            optimizer.step()
-            record.held_bytes["optimizer"] = state_bytes(optimizer)
-            for layer in layers:
-                layer.publish()
+    def forward_and_backward() -> torch.Tensor:
+        inputs, products = [], []
+        x = data
+        for i, layer in enumerate(layers):
+            with record_function(f"W{i}"):
+                weight = layer.gather()
+            if overlap and i + 1 < num_layers:
+                with record_function(f"W{i + 1}"):
+                    layers[i + 1].start_gather()
+            with record_function(f"F{i}"):
+                inputs.append(x)
+                products.append(x @ weight)
+                x = F.gelu(products[-1])
+            layer.free()
+        loss = x.square().sum() / num_global
+
+        # d loss / d x of the global mean, so gradients are summed over ranks, not averaged.
+        dx = 2 * x / num_global
+        for i in reversed(range(num_layers)):
+            with record_function(f"W{i}"):
+                weight = layers[i].gather()
+            if overlap and i > 0:
+                with record_function(f"W{i - 1}"):
+                    layers[i - 1].start_gather()
+            with record_function(f"B{i}"):
+                dproduct = torch.ops.aten.gelu_backward(dx, products.pop())
+                gradient = inputs.pop().T @ dproduct
+            with record_function(f"dW{i}"):
+                layers[i].reduce_gradient(gradient)
+            if i > 0:
+                dx = dproduct @ weight.T
+            layers[i].free()
+        for layer in layers:
+            layer.finish_gradient()
+        record.held_bytes["parameters"] = sum(layer.parameter_bytes for layer in layers)
+        record.held_bytes["gradients"] = sum(layer.gradient_bytes for layer in layers)
+        for layer in layers:
+            layer.full_gradient = None
         # The losses of all ranks sum to the loss of the whole batch.
-        record.losses.append(loss.item())
-    record.params = {i: layer.shard.detach().clone() for i, layer in enumerate(layers)}
+        return loss.detach()
+
+    def publish() -> None:
+        for layer in layers:
+            layer.publish()
+
+    shards = {i: layer.shard for i, layer in enumerate(layers)}
+    train(record, shards, num_steps, forward_and_backward, publish)
     cleanup()
     return record
 
@@ -168,8 +160,7 @@ class ShardedLayer:
         if self._flat is None:
             self._flat = self.shard.new_empty(self.world_size * self.shard.numel())
             self._all_gather(self._flat)
-            key = "gathered layer"
-            self.record.held_bytes[key] = self._flat.nbytes
+            self.record.held_bytes["gathered layer"] = self._flat.nbytes
 
     def gather(self) -> torch.Tensor:
         """The whole weight."""

@@ -6,11 +6,15 @@ simulated GPUs (`ladder`) or from the planner (`zero`, `recomputation`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from titanlite.tools.figures.chart import ChartAxis, ReferenceLine, Series, draw_chart
 from titanlite.tools.learn.jobs import most_bytes
 from titanlite.tools.planner.hardware import Hardware, load_hardware
+
+if TYPE_CHECKING:
+    from titanlite.config import ResolvedJob
 
 PARAMETERS = 8.03e9  # of Llama 3 8B
 DIM, HIDDEN, KV_DIM = 4096, 14336, 1024
@@ -44,23 +48,14 @@ def dp() -> str:
     h100 = load_hardware("h100")
     peak = h100.peak("bfloat16")
     tokens = [2.0**power for power in range(7, 18)]
-    series = [
-        Series(
-            "compute: 6 P tokens / peak", [(t, 6 * PARAMETERS * t / peak) for t in tokens], color=0
-        )
-    ]
+    compute = [(t, 6 * PARAMETERS * t / peak) for t in tokens]
+    series = [Series("compute: 6 P tokens / peak", compute)]
     markers = []
     links = {"NVLink": h100.node.bytes_per_second, "400 Gb/s": h100.fabric.bytes_per_second}
-    for color, (name, rate) in enumerate(links.items(), 1):
-        seconds = 2 * WORD * PARAMETERS / rate
-        series.append(
-            Series(
-                f"gradients over {name}: 2 w P / bandwidth",
-                [(tokens[0], seconds), (tokens[-1], seconds)],
-                "dashed",
-                color,
-            )
-        )
+    for color, (link, rate) in enumerate(links.items(), 1):
+        name, seconds = f"gradients over {link}: 2 w P / bandwidth", 2 * WORD * PARAMETERS / rate
+        ends = [(tokens[0], seconds), (tokens[-1], seconds)]
+        series.append(Series(name, ends, "dashed", color))
         limit = data_parallel_limit(h100, rate)
         markers.append(ReferenceLine(f"{limit:,.0f} tokens", x=limit))
     return draw_chart(
@@ -75,7 +70,7 @@ def dp() -> str:
 
 def ladder() -> str:
     """Seconds of a step of the simulated GPUs, by the items of a rank."""
-    from titanlite.tools.learn.ladder import RUNGS, run_rung
+    from titanlite.tools.learn.ladder.rungs import RUNGS, run_rung
     from titanlite.tools.simulate.train_step import StepWorkload
 
     counts = (1, 2, 3, 4, 6, 8, 12)
@@ -84,17 +79,15 @@ def ladder() -> str:
         rung = next(rung for rung in RUNGS if rung.name == name)
         found[name] = [(n, run_rung(rung, StepWorkload(items=4 * n))[0].seconds) for n in counts]
     compute = [(float(n), 2.0 * n) for n in (1, 12)]
+    summed = [(x, y + 7.8) for x, y in compute]
+    during = "simulated, summed during the backward pass"
     return draw_chart(
         "Data parallelism on the simulated GPUs",
         [
-            Series("compute: 2 s per item", compute, color=0),
-            Series(
-                "with the sum of gradients: + 7.8 s", [(x, y + 7.8) for x, y in compute], color=1
-            ),
+            Series("compute: 2 s per item", compute),
+            Series("with the sum of gradients: + 7.8 s", summed, color=1),
             Series("simulated, then summed", found["1D DP, ring"], "points", 1),
-            Series(
-                "simulated, summed during the backward pass", found["1D DP, overlap"], "points", 2
-            ),
+            Series(during, found["1D DP, overlap"], "points", 2),
         ],
         ChartAxis("items of each of 4 ranks"),
         ChartAxis("seconds of a step"),
@@ -116,20 +109,14 @@ def tp() -> str:
     """Seconds of a block's products and collectives, by the degree of tensor parallelism."""
     h100, tokens = load_hardware("h100"), 8192
     degrees = [1, 2, 4, 8, 16, 32]
-    times = [tensor_parallel_seconds(h100, degree, tokens) for degree in degrees]
+    times = {degree: tensor_parallel_seconds(h100, degree, tokens) for degree in degrees}
+    compute = [(float(n), seconds) for n, (seconds, _) in times.items()]
+    sent = [(float(n), seconds) for n, (_, seconds) in times.items() if n > 1]
     return draw_chart(
         "Tensor parallelism: compute or communication?",
         [
-            Series(
-                "products: 6 tokens weights / (n peak)",
-                [(n, compute) for n, (compute, _) in zip(degrees, times, strict=True)],
-            ),
-            Series(
-                "collectives: 8 (n-1)/n w tokens D / bandwidth",
-                [(n, sent) for n, (_, sent) in zip(degrees[1:], times[1:], strict=True)],
-                "dashed",
-                1,
-            ),
+            Series("products: 6 tokens weights / (n peak)", compute),
+            Series("collectives: 8 (n-1)/n w tokens D / bandwidth", sent, "dashed", 1),
         ],
         ChartAxis("degree n", is_log=True, ticks=degrees),
         ChartAxis("seconds of a block, forward and backward", is_log=True, show=_milliseconds),
@@ -149,18 +136,24 @@ ZERO_BYTES: dict[str, Callable[[float], float]] = {
 
 def planned_states(shards: int) -> float:
     """Bytes of parameters, gradients and optimizer state of a rank, as planned for FSDP."""
-    from titanlite.config import make_config, resolve_job
     from titanlite.tools.planner.planning import plan_job
 
-    config = make_config(
-        {
-            "model": {"name": "llama3", "flavor": "8B"},
-            "training": {"dataset": "synthetic", "seq_len": 2048, "local_batch_size": 1},
-            "parallelism": {"data_parallel_shard_degree": shards},
-        }
-    )
-    held = plan_job(resolve_job(config, shards)).ranks[0].held
+    job = _llama_job("8B", 2048, shards, parallelism={"data_parallel_shard_degree": shards})
+    held = plan_job(job).ranks[0].held
     return held["parameters"] * 2 + held["optimizer state"]
+
+
+def _llama_job(
+    flavor: str, tokens: int, num_ranks: int, **sections: Mapping[str, Any]
+) -> ResolvedJob:
+    """A job of Llama 3 with one sequence of `tokens` on each rank."""
+    from titanlite.config import JobConfig, resolve_job
+
+    training = {"dataset": "synthetic", "seq_len": tokens, "local_batch_size": 1}
+    model = {"name": "llama3", "flavor": flavor}
+    return resolve_job(
+        JobConfig.from_dict({"model": model, "training": training, **sections}), num_ranks
+    )
 
 
 def zero() -> str:
@@ -186,20 +179,14 @@ def roofline() -> str:
     """The rate of a product by its rows: the memory's bandwidth, then the peak."""
     rows = [2.0**power for power in range(13)]
     series = []
-    markers = []
     for color, name in enumerate(("a100", "h100", "b200")):
         hardware = load_hardware(name)
         peak, rate = hardware.peak("bfloat16"), hardware.memory.bytes_per_second
         # Reading k n weights of WORD bytes for 2 m k n operations.
         limit = WORD * peak / (2 * rate)
-        points = sorted([*rows, limit])
-        series.append(
-            Series(
-                f"{hardware.name}: from {limit:,.0f} rows on, compute is the limit",
-                [(m, min(peak, 2 * m / WORD * rate)) for m in points],
-                color=color,
-            )
-        )
+        points = [(m, min(peak, 2 * m / WORD * rate)) for m in sorted([*rows, limit])]
+        text = f"{hardware.name}: from {limit:,.0f} rows on, compute is the limit"
+        series.append(Series(text, points, color=color))
     markers = [
         ReferenceLine("one token: decoding", x=1),
         ReferenceLine("4,096 tokens: training", x=4096),
@@ -223,25 +210,11 @@ MODES = {
 
 def planned_activations(mode: str, tokens: int) -> int:
     """The most bytes of activations in a step, as planned."""
-    from titanlite.config import make_config, resolve_job
     from titanlite.tools.planner.trace import trace_rank
 
-    checkpoint = (
-        {"mode": "selective", "selective_ac_option": "op"} if mode == "op" else {"mode": mode}
-    )
-    config = make_config(
-        {
-            "model": {"name": "llama3", "flavor": "debugmodel"},
-            "training": {
-                "dataset": "synthetic",
-                "seq_len": tokens,
-                "local_batch_size": 1,
-                "global_batch_size": 1,
-            },
-            "activation_checkpoint": checkpoint,
-        }
-    )
-    return most_bytes(trace_rank(resolve_job(config, 1), 0), "activations")
+    section = {"mode": "selective", "selective_ac_option": "op"} if mode == "op" else {"mode": mode}
+    job = _llama_job("debugmodel", tokens, 1, activation_checkpoint=section)
+    return most_bytes(trace_rank(job, 0), "activations")
 
 
 def recomputation() -> str:

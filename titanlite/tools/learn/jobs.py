@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config import JobConfig, make_config, resolve_job
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.config import JobConfig, resolve_job
+from titanlite.ranks.launch import Place, spawn
 
 if TYPE_CHECKING:
     from titanlite.tools.planner.events import Event, Trace
@@ -72,7 +72,7 @@ def make_job(name: str) -> JobConfig:
         "global_batch_size": GLOBAL_BATCH_SIZE,
         "local_batch_size": GLOBAL_BATCH_SIZE // dp,
     }
-    return make_config(
+    return JobConfig.from_dict(
         {
             "model": {"flavor": "debug"},
             "activation_checkpoint": {"mode": "none"},
@@ -120,7 +120,7 @@ def most_bytes(trace: Trace, category: str) -> int:
 
 def measured(names: Sequence[str]) -> dict[str, list[Figures]]:
     """The figures of each rank, of real runs of these jobs on four gloo ranks."""
-    by_rank = run_ranks(_run_jobs, NUM_RANKS, list(names), timeout_seconds=240)
+    by_rank = spawn(_run_jobs, NUM_RANKS, list(names), timeout_seconds=240)
     return {name: [rank[index] for rank in by_rank] for index, name in enumerate(names)}
 
 

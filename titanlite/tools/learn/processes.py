@@ -8,8 +8,7 @@ those of the fastest of a few repeats: what else the machine does only adds to t
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.schedule import make_schedule
 
@@ -72,8 +71,7 @@ def data_parallel_seconds(
     return SCALE * min(steps)
 
 
-@dataclass(frozen=True)
-class PipelineStep:
+class PipelineStep(NamedTuple):
     """A pipeline step: the idle share of all ranks, and the most inputs that rank 0 has kept."""
 
     bubble: float

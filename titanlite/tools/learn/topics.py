@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,18 +17,18 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from titanlite.tools.learn import jobs, processes
-from titanlite.tools.simulate.cluster import Cluster
 from titanlite.tools.simulate.collectives import (
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
 )
-from titanlite.tools.simulate.gpu import ETHERNET, GPU
+from titanlite.tools.simulate.gpu import ETHERNET, GPU, Cluster
 from titanlite.tools.simulate.network import Link, Network
 
 if TYPE_CHECKING:
     from titanlite.models.image_transformer.config import ImageTransformerConfig
     from titanlite.tools.lab import VirtualCluster
+    from titanlite.tools.simulate.result import Simulation
 
 WORD = 4  # bytes of a float32
 
@@ -60,12 +60,12 @@ class Topic:
     is_timed: bool = False
 
 
-class Runs:
+class Runs(ExitStack):
     """Runs what topics need, each at most once; close it to end its processes."""
 
     def __init__(self, job_names: tuple[str, ...]) -> None:
+        super().__init__()
         self._names = tuple(dict.fromkeys(job_names))
-        self._stack = ExitStack()
 
     @cached_property
     def measured(self) -> Mapping[str, list[jobs.Figures]]:
@@ -75,10 +75,24 @@ class Runs:
     @cached_property
     def cluster(self) -> VirtualCluster:
         """Four processes of the lab."""
-        return self._stack.enter_context(processes.open_cluster())
+        return self.enter_context(processes.open_cluster())
 
-    def close(self) -> None:
-        self._stack.close()
+
+def _sent(
+    runs: Runs,
+    formula: float,
+    job: str,
+    *kinds: str,
+    of: str,
+    axis: str | None = None,
+    ranks: Sequence[int] = (0,),
+) -> Numbers:
+    """The bytes that a rank of a job sends in `kinds`: a mean of planned `ranks`, and of all."""
+    planned, measured = (
+        mean(rank.sent_by(*kinds, axis=axis) for rank in each)
+        for each in ([jobs.planned(job, rank) for rank in ranks], runs.measured[job])
+    )
+    return Numbers(formula, planned, measured, "bytes", of)
 
 
 def _model() -> ImageTransformerConfig:
@@ -89,51 +103,45 @@ def _model() -> ImageTransformerConfig:
 
 # Collectives
 
-ALL_REDUCED_BYTES = 1 << 20
+SUMMED_BYTES = 1 << 20
 
 
-def _simulated_units(program: Callable[[GPU], object]) -> float:
-    """The units of data that a simulated GPU sends: its time, if a unit takes one second."""
-    cluster = Cluster(processes.NUM_RANKS, Network(Link(0, 1)))
+def _summed(runs: Runs, program: Callable[[GPU], object], *collectives: str) -> Numbers:
+    """What a rank sends to sum a tensor: simulated, its time, if a unit takes one second."""
+    n = processes.NUM_RANKS
+    cluster = Cluster(n, Network(Link(0, 1)))
     cluster.run(program)
-    return cluster.gpus[0].seconds_in("send")
+    return Numbers(
+        2 * (n - 1) / n * SUMMED_BYTES,
+        float(cluster.gpus[0].time_in("send")),
+        processes.sent_bytes(runs.cluster, *collectives, num_bytes=SUMMED_BYTES),
+        "bytes",
+        "1 MiB on 4 ranks",
+    )
 
 
 def _collectives(runs: Runs) -> Numbers:
-    n, size = processes.NUM_RANKS, ALL_REDUCED_BYTES
-    ranks = range(n)
-    return Numbers(
-        2 * (n - 1) / n * size,
-        _simulated_units(lambda gpu: ring_all_reduce(gpu, ranks, "all-reduce", size, [1] * n)),
-        processes.sent_bytes(runs.cluster, "all_reduce", num_bytes=size),
-        "bytes",
-        "1 MiB on 4 ranks",
-    )
+    def program(gpu: GPU) -> None:
+        n = processes.NUM_RANKS
+        ring_all_reduce(gpu, range(n), "all-reduce", SUMMED_BYTES, [1] * n)
+
+    return _summed(runs, program, "all_reduce")
 
 
 def _sequence(runs: Runs) -> Numbers:
-    n, size = processes.NUM_RANKS, ALL_REDUCED_BYTES
-
     def program(gpu: GPU) -> None:
-        ranks = range(n)
-        own = ring_reduce_scatter(gpu, ranks, "reduce-scatter", size, [[1]] * n)
-        ring_all_gather(gpu, ranks, "all-gather", size / n, own)
+        n = processes.NUM_RANKS
+        own = ring_reduce_scatter(gpu, range(n), "reduce-scatter", SUMMED_BYTES, [[1]] * n)
+        ring_all_gather(gpu, range(n), "all-gather", SUMMED_BYTES / n, own)
 
-    both = "reduce_scatter", "all_gather"
-    return Numbers(
-        2 * (n - 1) / n * size,
-        _simulated_units(program),
-        processes.sent_bytes(runs.cluster, *both, num_bytes=size),
-        "bytes",
-        "1 MiB on 4 ranks",
-    )
+    return _summed(runs, program, "reduce_scatter", "all_gather")
 
 
 # Data parallelism
 
 
 def _data_parallel(runs: Runs) -> Numbers:
-    from titanlite.tools.learn.ladder import RUNGS, run_rung
+    from titanlite.tools.learn.ladder.rungs import RUNGS, run_rung
     from titanlite.tools.simulate.train_step import StepWorkload
 
     work, link, n = StepWorkload(), ETHERNET.between, processes.NUM_RANKS
@@ -152,54 +160,37 @@ def _data_parallel(runs: Runs) -> Numbers:
     )
 
 
-def _padded_parameters(name: str) -> int:
-    """The parameters of a job, each with its rows filled up to a multiple of the ranks."""
+def _sharded_bytes() -> int:
+    """The bytes of FSDP's parameters, each with its rows filled up to a multiple of the ranks."""
     n = jobs.NUM_RANKS
-    return sum(math.ceil(rows / n) * n * math.prod(rest) for rows, *rest in _shapes(name))
-
-
-def _shapes(name: str) -> list[tuple[int, ...]]:
-    return jobs.parameter_shapes(name)
+    shapes = jobs.parameter_shapes("fsdp")
+    return WORD * sum(math.ceil(rows / n) * n * math.prod(rest) for rows, *rest in shapes)
 
 
 def _zero(runs: Runs) -> Numbers:
-    held = ("parameters", "gradients", "optimizer state")
-    plan, run = jobs.planned("fsdp"), runs.measured["fsdp"][0]
-    return Numbers(
-        4 * WORD * _padded_parameters("fsdp") / jobs.NUM_RANKS,
-        sum(plan.held[what] for what in held),
-        sum(run.held[what] for what in held),
-        "bytes",
-        "FSDP 4, rank 0",
+    planned, measured = (
+        sum(figures.held[what] for what in ("parameters", "gradients", "optimizer state"))
+        for figures in (jobs.planned("fsdp"), runs.measured["fsdp"][0])
     )
+    formula = 4 * _sharded_bytes() / jobs.NUM_RANKS
+    return Numbers(formula, planned, measured, "bytes", "FSDP 4, rank 0")
 
 
 def _fsdp(runs: Runs) -> Numbers:
-    kinds = ("all_gather", "reduce_scatter")
-    n = jobs.NUM_RANKS
-    return Numbers(
-        3 * (n - 1) / n * WORD * _padded_parameters("fsdp"),
-        jobs.planned("fsdp").sent_by(*kinds),
-        mean(rank.sent_by(*kinds) for rank in runs.measured["fsdp"]),
-        "bytes",
-        "FSDP 4, resharding after the forward pass",
-    )
+    sent = 3 * (jobs.NUM_RANKS - 1) / jobs.NUM_RANKS * _sharded_bytes()
+    of = "FSDP 4, resharding after the forward pass"
+    return _sent(runs, sent, "fsdp", "all_gather", "reduce_scatter", of=of)
 
 
 # Splitting a sample
 
 
 def _tensor_parallel(runs: Runs) -> Numbers:
-    model, n, kinds = _model(), jobs.NUM_RANKS, ("all_gather", "reduce_scatter")
+    model, n = _model(), jobs.NUM_RANKS
     tokens = jobs.GLOBAL_BATCH_SIZE * model.seq_len
-    whole = (4 * model.num_layers + 1) * WORD * tokens * model.dim
-    return Numbers(
-        2 * (n - 1) / n * whole,
-        jobs.planned("tp").sent_by(*kinds, axis="tp"),
-        mean(rank.sent_by(*kinds, axis="tp") for rank in runs.measured["tp"]),
-        "bytes",
-        f"TP 4, {model.num_layers} blocks",
-    )
+    sent = 2 * (n - 1) / n * (4 * model.num_layers + 1) * WORD * tokens * model.dim
+    of = f"TP 4, {model.num_layers} blocks"
+    return _sent(runs, sent, "tp", "all_gather", "reduce_scatter", of=of, axis="tp")
 
 
 def _context_parallel(runs: Runs) -> Numbers:
@@ -209,25 +200,28 @@ def _context_parallel(runs: Runs) -> Numbers:
     # Forward the keys and values, backward both again with their gradients; a causal mask lets a
     # rank of the layout "headtail" leave out a quarter.
     sent = 3 / 4 * (n - 1) * 3 * keys_and_values * model.num_layers
-    return Numbers(
-        sent,
-        mean(jobs.planned("cp", rank).sent_by("send", axis="cp") for rank in range(n)),
-        mean(rank.sent_by("send", axis="cp") for rank in runs.measured["cp"]),
-        "bytes",
-        f"CP 4, {model.num_layers} blocks, mean of the ranks",
-    )
+    of = f"CP 4, {model.num_layers} blocks, mean of the ranks"
+    return _sent(runs, sent, "cp", "send", of=of, axis="cp", ranks=range(n))
 
 
 NUM_MICROBATCHES = 8
 FORWARD_SECONDS = 0.1
 
 
-def _pipeline(runs: Runs) -> Numbers:
+def _one_forward_one_backward(
+    runs: Runs, forward_seconds: float
+) -> tuple[Simulation, processes.PipelineStep]:
+    """A step of 1F1B, simulated and run."""
     from titanlite.tools.simulate.schemes import Workload, run_scheme
 
     n, m = processes.NUM_RANKS, NUM_MICROBATCHES
-    step = processes.pipeline_step(runs.cluster, "1F1B", m, FORWARD_SECONDS)
-    simulation = run_scheme("1F1B", Workload(workers=n, batches=m))
+    step = processes.pipeline_step(runs.cluster, "1F1B", m, forward_seconds)
+    return run_scheme("1F1B", Workload(workers=n, batches=m)), step
+
+
+def _pipeline(runs: Runs) -> Numbers:
+    n, m = processes.NUM_RANKS, NUM_MICROBATCHES
+    simulation, step = _one_forward_one_backward(runs, FORWARD_SECONDS)
     return Numbers(
         100 * (n - 1) / (m + n - 1),
         100 * float(simulation.bubble_fraction),
@@ -238,18 +232,10 @@ def _pipeline(runs: Runs) -> Numbers:
 
 
 def _schedules(runs: Runs) -> Numbers:
-    from titanlite.tools.simulate.schemes import Workload, run_scheme
-
     n, m = processes.NUM_RANKS, NUM_MICROBATCHES
-    step = processes.pipeline_step(runs.cluster, "1F1B", m, FORWARD_SECONDS / 10)
-    simulation = run_scheme("1F1B", Workload(workers=n, batches=m))
-    return Numbers(
-        n,
-        max(simulation.peak_activations),
-        step.most_kept,
-        "microbatches",
-        f"1F1B, {n} stages; GPipe would keep all {m}",
-    )
+    simulation, step = _one_forward_one_backward(runs, FORWARD_SECONDS / 10)
+    of = f"1F1B, {n} stages; GPipe would keep all {m}"
+    return Numbers(n, max(simulation.peak_activations), step.most_kept, "microbatches", of)
 
 
 def _expert_parallel(runs: Runs) -> Numbers:
@@ -259,13 +245,9 @@ def _expert_parallel(runs: Runs) -> Numbers:
     tokens = jobs.GLOBAL_BATCH_SIZE // n * jobs.EXPERT_TOKENS
     rows = 4 * tokens * model.moe_top_k * model.dim * WORD
     layers = model.n_layers - model.moe_n_dense_layers
-    return Numbers(
-        (n - 1) / n * layers * (8 * model.moe_num_experts + rows),
-        jobs.planned("ep").sent_by("all_to_all"),
-        mean(rank.sent_by("all_to_all") for rank in runs.measured["ep"]),
-        "bytes",
-        f"EP 4, {layers} layers of {model.moe_num_experts} experts, mean of the ranks",
-    )
+    sent = (n - 1) / n * layers * (8 * model.moe_num_experts + rows)
+    of = f"EP 4, {layers} layers of {model.moe_num_experts} experts, mean of the ranks"
+    return _sent(runs, sent, "ep", "all_to_all", of=of)
 
 
 # Compute and memory
@@ -280,12 +262,10 @@ def _recomputation(runs: Runs) -> Numbers:
     attention = model.num_layers * 2 * model.seq_len * model.dim
     forward = 2 * blocks + 2 * attention
     step = 3 * 2 * (blocks + head) + 7 * attention
-    plans = jobs.planned("recompute"), jobs.planned("ddp")
-    runs_of = runs.measured["recompute"][0], runs.measured["ddp"][0]
     return Numbers(
         (step + forward) / step,
-        plans[0].flops / plans[1].flops,
-        runs_of[0].flops / runs_of[1].flops,
+        jobs.planned("recompute").flops / jobs.planned("ddp").flops,
+        runs.measured["recompute"][0].flops / runs.measured["ddp"][0].flops,
         "times the operations",
         f"{model.num_layers} blocks, each recomputed whole",
     )
@@ -310,10 +290,8 @@ def _roofline(runs: Runs) -> Numbers:
     cost = Cost(hardware)
 
     def product_seconds(rows: int) -> float:
-        size = SIDE * SIDE + 2 * rows * SIDE
-        flops = 2 * rows * SIDE * SIDE
-        shape = (1, rows, SIDE, SIDE)
-        read, written = WORD * (size - rows * SIDE), WORD * rows * SIDE
+        flops, written = 2 * rows * SIDE * SIDE, WORD * rows * SIDE
+        read, shape = WORD * SIDE * SIDE + written, (1, rows, SIDE, SIDE)
         place = Site("", "forward")
         return cost.price(Operator("aten::mm", flops, read, written, place, "float32", shape))[0]
 

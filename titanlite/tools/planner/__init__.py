@@ -4,7 +4,6 @@ events.py      what a traced step does, as plain data (torch-free)
 fake_world.py  a world of any size in one process
 recorder.py    records operators, communication and memory; operators.py knows their shapes
 scratch.py     what kernels and communication allocate inside themselves, by device
-streams.py     the streams of a GPU, followed where there is none
 trace.py       builds a job in a fake world and records its second step
 pieces.py      traces one block of each kind and what is around the blocks
 composition.py pieces as plain data, and the memory of a run of events (torch-free)
@@ -27,3 +26,17 @@ html.py        a plan and a search as a page (titanlite/tools/planner/page/)
 local.py       whether a job fits in this machine's memory
 command.py     `titanlite plan`
 """
+
+from typing import TYPE_CHECKING
+
+from titanlite.lazy import lazy
+
+if TYPE_CHECKING:
+    from titanlite.tools.planner.from_python import PlanResult as PlanResult
+
+PUBLIC = {
+    "from_python": ("PlanResult",),
+}
+"""The public names, by module."""
+
+lazy(__name__, PUBLIC)

@@ -23,7 +23,6 @@ from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from titanlite.config import ResolvedJob
-from titanlite.config.pipeline import PipelinePlan
 from titanlite.tools.planner.compose import parts_of
 from titanlite.tools.planner.composition import TOKENS, Builder, ModelPart, Pieces, Segment, Weight
 from titanlite.tools.planner.cost import Cost
@@ -102,7 +101,6 @@ class Bounds:
         self._passes: dict[int, _Passes] = {}
         self._bytes: dict[tuple[object, ...], _Bytes] = {}
         self._stages: dict[tuple[str, ...] | None, tuple[Stage, _Passes]] = {}
-        self._splits: dict[str, bool] = {}
 
     def floor(self, resolved: ResolvedJob, cost: Cost, num_microbatches: int) -> Floor:
         """The bounds of a plan with that many microbatches in a batch."""
@@ -117,7 +115,7 @@ class Bounds:
         stages = [self._stage(names, cost) for names in pipeline.stages]
         before = [0.0, *itertools.accumulate(passes.forward for _, passes in stages)]
         after = [0.0] * len(before)
-        if not self._splits_backward(pipeline):
+        if not data.splits_backward:
             after = [0.0, *itertools.accumulate(passes.backward for _, passes in stages)]
         seconds, most = 0.0, 0
         for place in range(resolved.dims.pp):
@@ -136,14 +134,6 @@ class Bounds:
                 largest = max(largest, activations, of.gathered + of.gradients)
             most = max(most, held + largest)
         return Floor(seconds, most)
-
-    def _splits_backward(self, pipeline: PipelinePlan) -> bool:
-        schedule = pipeline.schedule
-        if pipeline.is_from_file:
-            return schedule.splits_backward
-        if schedule.name not in self._splits:
-            self._splits[schedule.name] = schedule.splits_backward
-        return self._splits[schedule.name]
 
     def _stage(self, names: tuple[str, ...] | None, cost: Cost) -> tuple[Stage, _Passes]:
         if names not in self._stages:

@@ -7,32 +7,24 @@ torch, and the source code of titanlite and of the job's own modules.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import pickle
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from titanlite.config import ResolvedJob
 from titanlite.errors import ConfigError
 from titanlite.plan_row import PlanRow
-from titanlite.tools.planner.composition import (
-    Float8Cast,
-    ModelPart,
-    Pieces,
-    Segment,
-    Weight,
-    smaller,
-)
-from titanlite.tools.planner.events import Communication, Event, Operator, Site, Wait
+from titanlite.tools.planner.composition import Pieces, smaller
 
-SOURCE = Path(__file__).parents[1]
+SOURCE = Path(__file__).parents[2]
 # Sections of a job that change nothing of its step.
 UNUSED = (
     *("job", "metrics", "profiling", "checkpoint", "validation", "sampling", "comm", "debug"),
@@ -49,59 +41,59 @@ def load_pieces(
     cannot be read or written is not used.
     """
     small = smaller(resolved, is_compiled=is_compiled)
-    path = folder() / f"{key_of(small)}.json.z"
-    pieces = _read(path) if use_cache else None
-    if pieces is not None:
-        return pieces
-    from titanlite.tools.planner.pieces import trace_pieces
+    path = folder() / f"{key_of(small)}.pieces"
+    pieces: Pieces | None = _read(path) if use_cache else None
+    if pieces is None:
+        from titanlite.tools.planner.pieces import trace_pieces
 
-    pieces = trace_pieces(small, is_compiled=is_compiled)
-    if use_cache:
-        _write(path, zlib.compress(json.dumps(pack(pieces)).encode(), 1))
+        pieces = trace_pieces(small, is_compiled=is_compiled)
+        if use_cache:
+            _write(path, pieces)
     return pieces
 
 
 def known_pieces(resolved: ResolvedJob) -> Pieces | None:
     """The pieces of a job, compiled as it is, if the cache has them; nothing is traced."""
     try:
-        return _read(folder() / f"{key_of(smaller(resolved, is_compiled=True))}.json.z")
+        found: Pieces | None = _read(
+            folder() / f"{key_of(smaller(resolved, is_compiled=True))}.pieces"
+        )
     except ConfigError:
         # The reduced job is not legal, so it was never traced.
         return None
+    return found
 
 
-def load_applied(resolved: ResolvedJob, *, use_cache: bool = True) -> tuple[PlanRow, ...]:
+def load_applied(resolved: ResolvedJob) -> tuple[PlanRow, ...]:
     """The effective plan of a job: from the cache, or from the job's parts, built and stored there.
 
     It is that of the first rank, as in a run.
     """
-    path = folder() / f"{key_of(resolved)}.rows.json"
-    if use_cache:
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return tuple(PlanRow(*row) for row in json.loads(path.read_bytes()))
-    from titanlite.tools.planner.trace import applied_plan
+    path = folder() / f"{key_of(resolved)}.rows"
+    rows: tuple[PlanRow, ...] | None = _read(path)
+    if rows is None:
+        from titanlite.tools.planner.trace import applied_plan
 
-    rows = applied_plan(resolved)
-    if use_cache:
-        _write(path, json.dumps([dataclasses.astuple(row) for row in rows]).encode())
+        rows = applied_plan(resolved)
+        _write(path, rows)
     return rows
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, value: object) -> None:
     """Write a file of the cache if that is possible."""
     # Written under another name first: a reader never sees half a file.
     part = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content)
+        part.write_bytes(zlib.compress(pickle.dumps(value), 1))
         part.replace(path)
 
 
-def _read(path: Path) -> Pieces | None:
-    """The pieces in a file; None if it does not exist or cannot be read."""
+def _read(path: Path) -> Any:
+    """The value in a file; None if it does not exist or cannot be read."""
     try:
-        return unpack(json.loads(zlib.decompress(path.read_bytes())))
-    except (OSError, ValueError, KeyError, TypeError, IndexError, zlib.error):
+        return pickle.loads(zlib.decompress(path.read_bytes()))
+    except (OSError, EOFError, pickle.UnpicklingError, zlib.error):
         return None
 
 
@@ -152,84 +144,3 @@ def _own_modules(name: str) -> list[Path]:
         return []
     origin = Path(spec.origin)
     return [origin.parent if origin.name == "__init__.py" else origin]
-
-
-# Pieces as JSON: events are lists with one letter for their kind.
-
-
-def pack(pieces: Pieces) -> dict[str, Any]:
-    """Pieces as values that JSON can hold."""
-    values = dict(vars(pieces))
-    for name in ("before", "after"):
-        values[name] = _pack_part(values[name])
-    values["blocks"] = [_pack_part(part) for part in pieces.blocks]
-    for name in ("start", "end"):
-        values[name] = _pack_segment(values[name])
-    values["casts"] = {
-        name: [one.numel, one.is_cut, _pack_segment(one.cast), _pack_segment(one.amax)]
-        for name, one in pieces.casts.items()
-    }
-    return values
-
-
-def unpack(values: dict[str, Any]) -> Pieces:
-    """The pieces that `pack` was given."""
-    for name in ("before", "after"):
-        values[name] = _unpack_part(values[name])
-    values["blocks"] = tuple(_unpack_part(part) for part in values["blocks"])
-    for name in ("start", "end"):
-        values[name] = _unpack_segment(values[name])
-    values["casts"] = {
-        name: Float8Cast(numel, is_cut, _unpack_segment(cast), _unpack_segment(amax))
-        for name, (numel, is_cut, cast, amax) in values["casts"].items()
-    }
-    for name in ("end_weights", "tied"):
-        values[name] = _unpack_weights(values[name])
-    for name in ("kinds", "names", "before_names", "after_names", "balance_bytes"):
-        values[name] = tuple(values[name])
-    return Pieces(**values)
-
-
-def _pack_part(part: ModelPart) -> list[Any]:
-    forward, backward = _pack_segment(part.forward), _pack_segment(part.backward)
-    return [forward, backward, part.units, part.buffer_bytes, part.late_bytes]
-
-
-def _unpack_part(values: Sequence[Any]) -> ModelPart:
-    forward, backward, units, *rest = values
-    return ModelPart(
-        _unpack_segment(forward),
-        _unpack_segment(backward),
-        {name: _unpack_weights(weights) for name, weights in units.items()},
-        *rest,
-    )
-
-
-def _unpack_weights(values: Sequence[Any]) -> tuple[Weight, ...]:
-    return tuple(Weight(name, tuple(shape), *rest) for name, shape, *rest in values)
-
-
-def _pack_segment(segment: Segment) -> list[Any]:
-    events = [_pack_event(event) for event in segment.events]
-    return [events, segment.net, segment.peak, segment.peak_place]
-
-
-def _unpack_segment(values: Sequence[Any]) -> Segment:
-    events, net, peak, place = values
-    return Segment(tuple(map(_unpack_event, events)), net, peak, Site(*place))
-
-
-def _pack_event(event: Event) -> list[Any]:
-    return [type(event).__name__[0], *vars(event).values()]
-
-
-def _unpack_event(values: list[Any]) -> Event:
-    letter, *rest = values
-    if letter == "W":
-        return Wait(*rest)
-    rest[4] = Site(*rest[4])
-    if letter == "C":
-        rest[8] = tuple(rest[8])
-        return Communication(*rest)
-    rest[6], rest[8] = tuple(rest[6]), tuple(rest[8])
-    return Operator(*rest)

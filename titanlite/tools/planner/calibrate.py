@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.config import JobConfig, make_config, resolve_job
-from titanlite.ranks.launch import run_ranks
+from titanlite.config import JobConfig, resolve_job
+from titanlite.ranks.launch import spawn
 from titanlite.ranks.machine import memory_bytes, most_local_ranks, num_cores
 from titanlite.tools.options import require_writable, write
+from titanlite.tools.planner.composition import representatives
 from titanlite.tools.planner.cost import (
     CALLERS,
     COLLECTIVE,
@@ -47,7 +48,6 @@ from titanlite.tools.planner.measure import (
     time_steps,
     typical,
 )
-from titanlite.tools.planner.representatives import representatives
 from titanlite.tools.simulate.network import bytes_sent
 
 Step = tuple[float, JobConfig]
@@ -115,10 +115,10 @@ def calibrate(path: str, say: Callable[[str], None] = print) -> None:
     say("operators: the steps of small models")
     alone = [_job(model, length, size, dtype) for model, length, size, dtype in MODELS]
     # Two at a time, so that both compete for caches and memory as the ranks of a job do.
-    of_ranks = run_ranks(time_operators_alone, 2, alone, PRODUCTS)
+    of_ranks = spawn(time_operators_alone, 2, alone, PRODUCTS)
     model, length, size, dtype = MODELS[0]
     shared = [_job(model, length, size, **{"dtype": dtype, **plan}) for plan in SHARED]
-    of_ranks += run_ranks(time_operators, 2, shared)
+    of_ranks += spawn(time_operators, 2, shared)
     samples = [sample for one in of_ranks for sample in one.values]
     probes = [seconds for one in of_ranks for seconds in one.probes]
     steps: list[Step] = []
@@ -130,13 +130,13 @@ def calibrate(path: str, say: Callable[[str], None] = print) -> None:
             for plan in plans
             for blocks in TINY_BLOCKS
         ]
-        of_ranks = run_ranks(time_steps, num_ranks, configs, TINY_STEPS)
+        of_ranks = spawn(time_steps, num_ranks, configs, TINY_STEPS)
         probes += [seconds for one in of_ranks for seconds in one.probes]
         of_jobs = zip(*(one.values for one in of_ranks), strict=True)
         for config, of_job in zip(configs, of_jobs, strict=True):
             steps.append((typical_step(of_job), config))
         if num_ranks > 1:
-            of_ranks = run_ranks(time_collectives, num_ranks)
+            of_ranks = spawn(time_collectives, num_ranks)
             probes += [seconds for one in of_ranks for seconds in one.probes]
             for same in zip(*(one.values for one in of_ranks), strict=True):
                 transfers.append((*same[0][:3], statistics.fmean(one[3] for one in same)))
@@ -173,7 +173,7 @@ def _job(
     }
     if seq_len is not None:
         training["seq_len"] = seq_len
-    return make_config(
+    return JobConfig.from_dict(
         {
             "model": model,
             "training": training,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.config import load_config, resolve_job
+from titanlite.config import parse_args, resolve_job
 from titanlite.config.load import override, read_job
 from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import render_screen
@@ -223,12 +223,12 @@ def _load(arguments: list[str]) -> tuple[JobConfig, list[str]]:
     """The job, and notes; a step does not depend on a tokenizer, so that may be missing."""
     key = "model.hf_assets_path"
     try:
-        return load_config(arguments), []
+        return parse_args(arguments), []
     except ConfigError as error:
         if not all(problem.startswith(f"{key}:") for problem in error.problems):
             raise
         note = f"{key}: there is no tokenizer, so its vocabulary is not compared with the model's"
-        return load_config([*arguments, f"--{key}="]), [note]
+        return parse_args([*arguments, f"--{key}="]), [note]
 
 
 def plannable(

@@ -28,7 +28,7 @@ from titanlite.schedule.actions import (
 )
 from titanlite.tools.planner.composition import Pieces, Segment, Weight
 from titanlite.tools.planner.data_parallel import ENDS
-from titanlite.tools.planner.events import Communication, Operator, Peak, Site
+from titanlite.tools.planner.events import Communication, Operator, Peak, Site, totals
 from titanlite.tools.planner.segments import BATCH, Row, Segments, Shared, Stage, Variant
 
 START, HOLD, RELEASE, END = "start", "hold", "release", "end"
@@ -65,22 +65,20 @@ class Composition:
 
     def totals(self) -> dict[tuple[str, str], tuple[int, int]]:
         """(kind, axis) -> (number of communications, total bytes)."""
-        counts: Counter[tuple[str, str]] = Counter()
-        num_bytes: Counter[tuple[str, str]] = Counter()
-        for segment, times in self.segments():
-            for event in segment.events:
-                if isinstance(event, Communication):
-                    counts[event.kind, event.axis] += times
-                    num_bytes[event.kind, event.axis] += times * event.num_bytes
-        return {key: (counts[key], num_bytes[key]) for key in sorted(counts)}
+        return totals(
+            (event, times)
+            for done, times in self.repeated()
+            for event in done.segment.events
+            if isinstance(event, Communication)
+        )
 
     @property
     def flops(self) -> int:
         """Floating-point operations of products in the step."""
         return sum(
             times * event.flops
-            for segment, times in self.segments()
-            for event in segment.events
+            for done, times in self.repeated()
+            for event in done.segment.events
             if isinstance(event, Operator)
         )
 
@@ -106,10 +104,10 @@ class Composition:
         """The peak of the host's memory, in the update; nothing without CPU offload."""
         return Peak(Site("", "optimizer"), self.on_host)
 
-    def segments(self) -> Iterator[tuple[Segment, int]]:
-        """Each segment, and how often it runs."""
+    def repeated(self) -> Iterator[tuple[Done, int]]:
+        """An action of each segment, and how often it runs."""
         times = Counter(id(action.segment) for action in self.actions)
-        by_id = {id(action.segment): action.segment for action in self.actions}
+        by_id = {id(action.segment): action for action in self.actions}
         for key, count in times.items():
             yield by_id[key], count
 
@@ -322,7 +320,7 @@ class _Composer:
         if self._segments.is_runtime:
             num_sent = sum(kind in (SEND_F, SEND_B) for kind, _, _ in self._table[place])
         if held or num_sent:
-            yield Done(RELEASE, -1, -1, self._segments.release(num_sent, held))
+            yield Done(RELEASE, -1, -1, self._segments.hold(-held, -num_sent))
 
     def _rows(self, schedule: Schedule, *, is_from_file: bool) -> list[Row]:
         """The actions of each rank, with those that communicate."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from titanlite.config import ResolvedJob, resolve_job
 from titanlite.config.load import override
 from titanlite.config.model import num_experts
-from titanlite.mesh.parallel_dims import expert_shard_dim
+from titanlite.mesh.parallel_dims import ParallelDims, expert_shard_dim
 from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Site, Wait
 
@@ -172,9 +172,6 @@ def segment_of(
             change = event.num_bytes - sizes.get(event.block, 0)
             sizes[event.block] = event.num_bytes
             builder.allocate(category_of[event.block], change, event.place)
-        elif isinstance(event, Communication):
-            # Positions in the whole trace mean nothing in a part of it.
-            builder.events.append(replace(event, ready=-1, after=()))
         else:
             builder.events.append(event)
     return builder.segment()
@@ -321,6 +318,17 @@ def offloads(resolved: ResolvedJob) -> bool:
 def has_experts(resolved: ResolvedJob) -> bool:
     """Whether the job's model has mixtures of experts."""
     return bool(num_experts(resolved.config, resolved.model))
+
+
+def representatives(dims: ParallelDims, layout: str | None = None) -> list[int]:
+    """One rank per pipeline stage, those with the largest shards: the first of other axes.
+
+    Of more than four stages: the first two, the middle one and the last. In context parallelism
+    with contiguous shards (layout "none") the last rank attends to the most keys.
+    """
+    last = {"cp": dims.cp - 1} if layout == "none" else {}
+    places = list(range(dims.pp)) if dims.pp <= 4 else [0, 1, dims.pp // 2, dims.pp - 1]
+    return [dims.rank(pp=place, **last) for place in places]
 
 
 def smaller(resolved: ResolvedJob, *, is_compiled: bool = False) -> ResolvedJob:

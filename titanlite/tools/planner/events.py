@@ -2,7 +2,7 @@
 
 A Trace has the events of one rank. Computation runs on the rank's main stream; a Communication
 runs beside it from where it is issued until the Wait of the same number, if there is one, and
-otherwise holds the main stream until it ends.
+otherwise holds the main stream until it ends. What runs ahead on a GPU is known of composed steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ CATEGORIES = (
 )
 """What memory is used for. Activations are what the forward pass keeps for the backward pass."""
 
-PHASES = ("forward", "backward", "recomputation", "optimizer", "other")
 FROM_RANK_TO_RANK = ("send", "receive")
 HOST_LINK = "offload"
 """The axis of copies between a device and its host, whose kinds are these."""
@@ -79,7 +78,7 @@ class Communication:
     peer: int = -1
     """The other rank of a P2P message, counted along the axis; -1 for a collective."""
     ready: int = -1
-    """How many of the trace's events the main stream must have done before it can start; -1: all
+    """How many events of its segment the main stream must have done before it can start; -1: all
     events before it. On a GPU, FSDP2's collectives are issued ahead of the main stream."""
     after: tuple[int, ...] = ()
     """The numbers of the communications that must end before it starts."""
@@ -159,6 +158,10 @@ class Trace:
     def operators(self) -> list[Operator]:
         return [event for event in self.events if isinstance(event, Operator)]
 
+    def totals(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(kind, axis) -> (number of communications, total bytes)."""
+        return totals((one, 1) for one in self.communications)
+
     @property
     def flops(self) -> int:
         return sum(operator.flops for operator in self.operators)
@@ -187,11 +190,13 @@ class Trace:
         return best
 
 
-def totals(communications: Iterable[Communication]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(kind, axis) -> (number of communications, total bytes)."""
+def totals(
+    communications: Iterable[tuple[Communication, int]],
+) -> dict[tuple[str, str], tuple[int, int]]:
+    """(kind, axis) -> (number of communications, total bytes); each happens a number of times."""
     counts: Counter[tuple[str, str]] = Counter()
     num_bytes: Counter[tuple[str, str]] = Counter()
-    for one in communications:
-        counts[one.kind, one.axis] += 1
-        num_bytes[one.kind, one.axis] += one.num_bytes
+    for one, times in communications:
+        counts[one.kind, one.axis] += times
+        num_bytes[one.kind, one.axis] += times * one.num_bytes
     return {key: (counts[key], num_bytes[key]) for key in sorted(counts)}

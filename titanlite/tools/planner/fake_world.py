@@ -103,25 +103,20 @@ def stand_ins(device_type: str = "cpu") -> Iterator[None]:
             stack.enter_context(patch.object(FakeTensor, "is_pinned", lambda *_: True, create=True))
         if device_type == "cuda" and not torch.cuda.is_available():
             stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
-        stack.enter_context(_stand_ins())
+        for place, name, stand_in in (
+            (torch, "compile", partial(compile_as_graph, torch.compile)),
+            (functional_collectives, "_are_we_tracing", is_compiling),
+        ):
+            stack.enter_context(patch.object(place, name, stand_in))
+        stack.enter_context(patch.object(FakeTensor, "as_subclass", as_subclass, create=True))
+        # Code compiled for another job has other shapes.
+        torch.compiler.reset()
         yield
 
 
 def has_float8_units(_: Any, dtype: torch.dtype, recipe: str) -> bool:
     """float8_linear.has_hardware for a GPU that has them."""
     return dtype == torch.bfloat16 or (dtype == torch.float32 and recipe == "tensorwise")
-
-
-@contextlib.contextmanager
-def _stand_ins() -> Iterator[None]:
-    with (
-        patch.object(FakeTensor, "as_subclass", as_subclass, create=True),
-        patch.object(torch, "compile", partial(compile_as_graph, torch.compile)),
-        patch.object(functional_collectives, "_are_we_tracing", is_compiling),
-    ):
-        # Code compiled for another job has other shapes.
-        torch.compiler.reset()
-        yield
 
 
 def compile_as_graph(
@@ -182,7 +177,9 @@ class ZeroTokens:
         return dict.fromkeys(("tokens", *self._fields), zeros)
 
 
-def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = False) -> int:
+def apply_ddp(
+    model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = False
+) -> ddp.DDPReport:
     """Reduce gradients in DDP's buckets, as parallelize.apply_ddp does.
 
     The buckets are DDP's own, in reverse order of the parameters. A bucket is reduced when all its
@@ -190,7 +187,7 @@ def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = 
     """
     state = _Replica(model, replicate_mesh.get_group())
     model.set_requires_gradient_sync = state.set_requires_gradient_sync  # type: ignore[assignment]
-    return ddp.BUCKET_CAP_MB
+    return ddp.DDPReport(ddp.BUCKET_CAP_MB)
 
 
 class _Replica:

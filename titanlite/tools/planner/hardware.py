@@ -11,15 +11,17 @@ import bisect
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, PlainValidator, StrictBool, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from titanlite.config.toml import TOML_ERRORS, parse_toml
 from titanlite.errors import ConfigError
 
 FOLDER = Path(__file__).with_suffix("")
-KINDS = ("gpu", "cpu")
 
 
 @dataclass(frozen=True)
@@ -43,29 +45,68 @@ class Curve:
         return math.exp((1 - share) * math.log(y0) + share * math.log(y1))
 
 
+def _positive(value: Any) -> Any:
+    if not _is_number(value) or value <= 0:
+        raise PydanticCustomError("number", "is not a number above 0; give one")
+    return value
+
+
+def _not_negative(value: Any) -> Any:
+    if not _is_number(value) or value < 0:
+        raise PydanticCustomError("number", "is not a number of at least 0; give one")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _curve(value: Any) -> Curve:
+    """A number for a constant, or a list of [x, y]."""
+    if _is_number(value):
+        value = [[1.0, value]]
+    try:
+        points = tuple((float(x), float(y)) for x, y in value)
+        is_right = bool(points) and all(x > 0 and y > 0 and math.isfinite(x * y) for x, y in points)
+        is_right = is_right and all(a[0] < b[0] for a, b in itertools.pairwise(points))
+    except (TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise PydanticCustomError(
+            "curve",
+            "is not a positive number or a list of [bytes, share] with ascending bytes; give one",
+        )
+    return Curve(points)
+
+
+Positive = Annotated[float, PlainValidator(_positive)]
+NotNegative = Annotated[float, PlainValidator(_not_negative)]
+ShareCurve = Annotated[Curve, PlainValidator(_curve)]
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
     """The device's memory. `share` gives the share of the bandwidth by an operator's bytes."""
 
-    num_bytes: float
-    bytes_per_second: float
-    share: Curve
+    num_bytes: Positive
+    bytes_per_second: Positive
+    share: ShareCurve
 
 
 @dataclass(frozen=True)
 class Interconnect:
     """A rank's port: bandwidth in each direction, latency of a message, share of it by bytes."""
 
-    bytes_per_second: float
-    latency_seconds: float
-    share: Curve
+    bytes_per_second: Positive
+    latency_seconds: NotNegative
+    share: ShareCurve
 
 
 @dataclass(frozen=True)
 class Node(Interconnect):
     """The ranks of a node, and the links between them."""
 
-    num_ranks: int
+    num_ranks: Annotated[int, Field(gt=0, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -78,11 +119,11 @@ class Host:
     share `memory_share` of `memory_bytes_per_second`.
     """
 
-    num_bytes: float
-    bytes_per_second: float
-    latency_seconds: float
-    memory_bytes_per_second: float
-    memory_share: float
+    num_bytes: Positive
+    bytes_per_second: Positive
+    latency_seconds: NotNegative
+    memory_bytes_per_second: Positive
+    memory_share: Positive
 
 
 @dataclass(frozen=True)
@@ -94,13 +135,13 @@ class Products:
     dimension m, n or k is `half_m`, `half_n` or `half_k` reaches half of that (0: no limit).
     """
 
-    share: float
-    tile_m: float
-    tile_n: float
-    num_units: float
-    half_m: float
-    half_n: float
-    half_k: float
+    share: Positive
+    tile_m: Positive
+    tile_n: Positive
+    num_units: Positive
+    half_m: NotNegative
+    half_n: NotNegative
+    half_k: NotNegative
 
 
 @dataclass(frozen=True)
@@ -111,9 +152,9 @@ class AttentionShares:
     skips the upper triangle of a sequence's scores.
     """
 
-    forward_share: float
-    backward_share: float
-    is_causal_halved: bool
+    forward_share: Positive
+    backward_share: Positive
+    is_causal_halved: StrictBool
 
 
 @dataclass(frozen=True)
@@ -131,16 +172,16 @@ class Overhead:
     the CPU's speed with that at another time.
     """
 
-    launch_seconds: float
-    kernel_seconds: float
-    collective_seconds: float
-    unshard_seconds: float | None = None
-    message_seconds: float | None = None
-    exchange_seconds: float | None = None
-    peer_seconds: float = 0.0
-    recomputed_seconds: float = 0.0
-    step_seconds: float = 0.0
-    probe_seconds: float = 0.0
+    launch_seconds: NotNegative
+    kernel_seconds: NotNegative
+    collective_seconds: NotNegative
+    unshard_seconds: NotNegative | None = None
+    message_seconds: NotNegative | None = None
+    exchange_seconds: NotNegative | None = None
+    peer_seconds: NotNegative = 0.0
+    recomputed_seconds: NotNegative = 0.0
+    step_seconds: NotNegative = 0.0
+    probe_seconds: NotNegative = 0.0
 
 
 @dataclass(frozen=True)
@@ -150,9 +191,9 @@ class OperatorCost:
     The three add up. A rate of None does not limit it.
     """
 
-    seconds: float
-    bytes_per_second: float | None = None
-    flops_per_second: float | None = None
+    seconds: NotNegative
+    bytes_per_second: Positive | None = None
+    flops_per_second: Positive | None = None
 
     def __call__(self, num_bytes: float, flops: float) -> float:
         found = self.seconds
@@ -164,9 +205,9 @@ class OperatorCost:
 class CollectiveCost:
     """A measured collective: seconds of a call, of each other rank, and of bytes that are sent."""
 
-    seconds: float
-    seconds_per_peer: float
-    bytes_per_second: float
+    seconds: NotNegative
+    seconds_per_peer: NotNegative
+    bytes_per_second: Positive
 
 
 @dataclass(frozen=True)
@@ -177,9 +218,11 @@ class Hardware:
     replace the formulas, by name and by kind; only `--calibrate` writes them.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     name: str
-    kind: str
-    flops_per_second: Mapping[str, float]
+    kind: Literal["gpu", "cpu"]
+    flops_per_second: Annotated[Mapping[str, Positive], Field(min_length=1)]
     memory: DeviceMemory
     node: Node
     fabric: Interconnect
@@ -188,7 +231,7 @@ class Hardware:
     overhead: Overhead
     host: Host | None = None
     """Needed only for GPUs, and only by jobs with CPU offload."""
-    product_share: Mapping[str, float] = field(default_factory=dict)
+    product_share: Mapping[str, Positive] = field(default_factory=dict)
     """Dtype -> what replaces products.share for it."""
     operators: Mapping[str, OperatorCost] = field(default_factory=dict)
     collectives: Mapping[str, CollectiveCost] = field(default_factory=dict)
@@ -260,81 +303,19 @@ def parse_hardware(text: str, name: str) -> Hardware:
         values = parse_toml(text)
     except TOML_ERRORS as error:
         raise ConfigError(f"--hardware: {name} is not TOML: {error}") from error
-    problems: list[str] = []
-    found = _table(Hardware, values, "", problems)
-    if found is not None and not found.flops_per_second:
-        problems.append("flops_per_second: has no dtype; give at least one, such as bfloat16")
-    if found is not None and found.kind not in KINDS:
-        problems.append(f"kind: {found.kind!r} is neither gpu nor cpu; give one of them")
-    if problems:
-        raise ConfigError(*(f"{name}: {problem}" for problem in problems))
-    assert found is not None
-    return found
-
-
-def _table(kind: Any, values: Any, where: str, problems: list[str]) -> Any:
-    """A dataclass from a table of the file; None if something is wrong."""
-    if not isinstance(values, dict):
-        problems.append(f"{where.rstrip('.')}: is not a table; give one")
-        return None
-    hints, before = get_type_hints(kind), len(problems)
-    known = {one.name: one for one in fields(kind)}
-    for key in values.keys() - known.keys():
-        problems.append(f"{where}{key}: is not a known key; remove it")
-    found = {}
-    for key, one in known.items():
-        if key in values:
-            found[key] = _value(hints[key], values[key], where + key, problems)
-        elif one.default is MISSING and one.default_factory is MISSING:
-            problems.append(f"{where}{key}: is missing; give it")
-    return kind(**found) if len(problems) == before else None
-
-
-def _value(hint: Any, value: Any, key: str, problems: list[str]) -> Any:
-    if hint is Curve:
-        return _curve(value, key, problems)
-    if hint in (str, bool):
-        if type(value) is not hint:
-            problems.append(f"{key}: {value!r} is not a {'text' if hint is str else 'boolean'}")
-        return value
-    if hint in (int, float, float | None):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or (hint is int and not isinstance(value, int)):
-            wanted = "a whole number" if hint is int else "a number"
-            problems.append(f"{key}: {value!r} is not {wanted}; give one")
-        elif not math.isfinite(value) or value < 0 or (value == 0 and not _may_be_zero(key)):
-            bound = "at least 0" if _may_be_zero(key) else "above 0"
-            problems.append(f"{key}: {value!r} is not {bound}; give another")
-        return value
-    if getattr(hint, "__origin__", None) is Mapping:
-        inner = hint.__args__[1]
-        if not isinstance(value, dict):
-            problems.append(f"{key}: is not a table; give one")
-            return {}
-        return {name: _value(inner, of, f"{key}.{name}", problems) for name, of in value.items()}
-    return _table(Host if hint == Host | None else hint, value, f"{key}.", problems)
-
-
-def _may_be_zero(key: str) -> bool:
-    """Times and half-lengths can be 0; rates, sizes and shares cannot."""
-    name = key.rsplit(".", 1)[-1]
-    return name.endswith(("seconds", "seconds_per_peer")) or name.startswith("half_")
-
-
-def _curve(value: Any, key: str, problems: list[str]) -> Curve:
-    """A number for a constant, or a list of [x, y]."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = [[1.0, value]]
     try:
-        points = tuple((float(x), float(y)) for x, y in value)
-        is_right = bool(points) and all(x > 0 and y > 0 and math.isfinite(x * y) for x, y in points)
-        is_right = is_right and all(a[0] < b[0] for a, b in itertools.pairwise(points))
-    except (TypeError, ValueError):
-        is_right = False
-    if not is_right:
-        problems.append(
-            f"{key}: {value!r} is not a positive number or a list of [bytes, share] with ascending "
-            "bytes; give one"
-        )
-        return Curve(((1.0, 1.0),))
-    return Curve(points)
+        return TypeAdapter(Hardware).validate_python(values)
+    except ValidationError as error:
+        problems = [f"{name}: {_problem(one)}" for one in error.errors()]
+    raise ConfigError(*problems)
+
+
+def _problem(error: Any) -> str:
+    """A line for pydantic's `error`."""
+    key, kind, text = ".".join(map(str, error["loc"])), error["type"], error["msg"]
+    if kind == "missing":
+        return f"{key}: is missing; give it"
+    if kind == "unexpected_keyword_argument":
+        return f"{key}: is not a known key; remove it"
+    wrong = text if text.startswith("is not") else f"is refused: {text[:1].lower()}{text[1:]}"
+    return f"{key}: {error['input']!r} {wrong}"

@@ -1,6 +1,6 @@
 """CPU-seconds of steps, operators and collectives, measured on local ranks.
 
-Each function runs on the ranks that `run_ranks` starts, with one thread on each. CPU-seconds are
+Each function runs on the ranks that `spawn` starts, with one thread on each. CPU-seconds are
 measured, since wall time on shared cores is noise. They still vary by a third from minute to minute
 if other machines share the processor, so a fixed probe runs beside whatever is measured. Results
 are in units of the probe's CPU-seconds.

@@ -60,11 +60,8 @@ class OffloadRecorder(StepRecorder):
             stack.enter_context(super().watching(parts))
             yield
 
-    def copied(self, tensor: Tensor, kind: str, *, is_blocking: bool) -> Tensor:
-        """A copy of a tensor on the other side, made on the current stream.
-
-        If `is_blocking`, the host waits for it, so nothing that comes later starts before.
-        """
+    def copied(self, tensor: Tensor, kind: str) -> Tensor:
+        """A copy of a tensor on the other side."""
         self._is_paused = True
         copy = torch.empty_like(tensor)
         self._is_paused = False
@@ -72,8 +69,6 @@ class OffloadRecorder(StepRecorder):
         if kind == TO_HOST:
             self.on_host |= self.blocks_of([copy])
         self._number += 1
-        before = self.streams.issue(self._number)
-        is_beside = self.streams.is_beside
         self.events.append(
             Communication(
                 kind,
@@ -82,14 +77,8 @@ class OffloadRecorder(StepRecorder):
                 1,
                 self.place()._replace(module=self._gathered_for[-1]),
                 self._number,
-                ready=before.position if is_beside else -1,
-                after=before.numbers,
             )
         )
-        if not is_beside:
-            self._add_waits((self._number,))
-        elif is_blocking:
-            self.streams.wait(self.streams.main, self.streams.state_of(self.streams.current))
         return copy
 
     def _add_operator(
@@ -107,7 +96,7 @@ class OffloadRecorder(StepRecorder):
         if self.blocks_of(inputs) & self.on_host:
             operator = self.events[-1]
             assert isinstance(operator, Operator)
-            self.events[-1] = replace(operator, is_on_host=True, is_beside=False)
+            self.events[-1] = replace(operator, is_on_host=True)
             self.on_host |= self.blocks_of(outputs)
 
 
@@ -125,6 +114,6 @@ class _Copies(TorchFunctionMode):
         if function is not torch.Tensor.to or "non_blocking" not in kwargs:
             return function(*args, **kwargs)
         source = args[0]
-        copy = self._recorder.copied(source, self._kind, is_blocking=not kwargs["non_blocking"])
+        copy = self._recorder.copied(source, self._kind)
         is_gathered_in_float8 = hasattr(source, "fsdp_pre_all_gather")
         return copy.as_subclass(Float8Shard) if is_gathered_in_float8 else copy

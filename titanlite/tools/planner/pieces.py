@@ -35,15 +35,15 @@ from titanlite.tools.planner.composition import (
     Pieces,
     Segment,
     Weight,
+    representatives,
     segment_of,
     smaller,
 )
 from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Trace, Wait
 from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
 from titanlite.tools.planner.recorder import StepRecorder
-from titanlite.tools.planner.representatives import representatives
 from titanlite.tools.planner.trace import trace_job
-from titanlite.training.gradient_norm import reduce_partial_gradients
+from titanlite.training.norm import reduce_partial_gradients
 
 # Of FSDP2, each before the collective whose buffer it fills.
 CHUNK = "fsdp::chunk_cat"
@@ -271,9 +271,9 @@ def _late_bytes(
     return most
 
 
-def _without_ddp(model: nn.Module, *_: Any, **__: Any) -> int:
+def _without_ddp(model: nn.Module, *_: Any, **__: Any) -> ddp.DDPReport:
     """In place of apply_ddp: compose.py adds what DDP does."""
-    return ddp.BUCKET_CAP_MB
+    return ddp.DDPReport(ddp.BUCKET_CAP_MB)
 
 
 def _end_of_start(events: Sequence[Event]) -> int:

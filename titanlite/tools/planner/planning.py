@@ -18,12 +18,11 @@ from titanlite.plan_row import PlanRow
 from titanlite.quantities import format_bytes
 from titanlite.tools.planner.cache import load_pieces
 from titanlite.tools.planner.compose import Composition, compose
-from titanlite.tools.planner.composition import has_experts, offloads
+from titanlite.tools.planner.composition import has_experts, offloads, representatives
 from titanlite.tools.planner.cost import Cost
-from titanlite.tools.planner.events import Peak, totals
+from titanlite.tools.planner.events import Peak, Trace
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.predict import Prediction, predict
-from titanlite.tools.planner.representatives import representatives
 
 WHOLE, PIECES = "whole", "pieces"
 # Passes of a block through a microbatch up to which a job is traced whole.
@@ -94,7 +93,7 @@ def plan_job(
     `is_compiled` says that the time is of compiled blocks. Experts are assumed to have equally many
     tokens.
     """
-    dims, offloaded = resolved.dims, offloads(resolved)
+    config, dims, offloaded = resolved.config, resolved.dims, offloads(resolved)
     if offloaded and hardware is not None:
         _ = hardware.offload_host
     method = method or (WHOLE if passes(resolved) <= MOST_PASSES else PIECES)
@@ -107,39 +106,32 @@ def plan_job(
         if hardware is not None:
             cost = Cost(hardware, dims, is_compiled=is_compiled)
             prediction = predict(resolved, compositions, cost, pieces)
-    if method == PIECES and resolved.config.compile.enable:
+    if method == PIECES and config.compile.enable:
         # Time is that of eager pieces, with operators fused by rule: the hardware files are fitted
         # to it.
         compiled = load_pieces(resolved, use_cache=use_cache, is_compiled=True)
         compositions = compose(resolved, compiled)
     shown = representatives(dims)
+    steps: list[Trace | Composition] = [one for one in compositions if one.rank in shown]
     if method == WHOLE:
         from titanlite.tools.planner.trace import trace_rank
 
-        ranks = []
-        layout = resolved.config.parallelism.context_parallel_load_balancer
-        for rank in representatives(dims, layout):
-            trace = trace_rank(resolved, rank)
-            counts = totals(trace.communications)
-            applied = applied or trace.applied
-            host = trace.host_peak() if offloaded else None
-            of_trace = trace.coordinates, trace.held, trace.peak(), counts, trace.flops
-            ranks.append(RankPlan(rank, *of_trace, host, trace.held_on_host))
-    else:
-        ranks = [
-            RankPlan(
-                one.rank,
-                one.coordinates,
-                one.held,
-                _of_any_block(one.peak(), resolved),
-                one.totals(),
-                one.flops,
-                one.host_peak() if offloaded else None,
-                one.held_on_host,
-            )
-            for one in compositions
-            if one.rank in shown
-        ]
+        layout = config.parallelism.context_parallel_load_balancer
+        traces = [trace_rank(resolved, rank) for rank in representatives(dims, layout)]
+        steps, applied = [*traces], traces[0].applied
+    ranks = [
+        RankPlan(
+            one.rank,
+            one.coordinates,
+            one.held,
+            one.peak() if method == WHOLE else _of_any_block(one.peak(), resolved),
+            one.totals(),
+            one.flops,
+            one.host_peak() if offloaded else None,
+            one.held_on_host,
+        )
+        for one in steps
+    ]
     plan = JobPlan(dims, ranks, method, hardware, prediction, cost=cost, applied=applied)
     if compositions and (again := _repeated_in_halves(resolved)):
         plan.notes.append(

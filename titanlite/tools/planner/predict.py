@@ -9,7 +9,7 @@ rank is free and its input has arrived.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
@@ -247,10 +247,8 @@ class _PipelineRun:
         """The sum of a rank's actions in a step of `seconds`."""
         one = self._compositions[place]
         total = SegmentTime(0.0, {}, (), 0.0, 0.0, 0.0)
-        times = Counter(id(done.segment) for done in one.actions)
-        by_id = {id(done.segment): done for done in one.actions}
-        for key, count in times.items():
-            total = _add(total, self.time(by_id[key], one.rank), count)
+        for done, count in one.repeated():
+            total = _add(total, self.time(done, one.rank), count)
         traffic = []
         for item in total.traffic:
             if item.axis == "pp":

@@ -38,7 +38,6 @@ from titanlite.tools.planner.operators import (
     shape_of,
 )
 from titanlite.tools.planner.scratch import CPU, Scratch, num_bytes
-from titanlite.tools.planner.streams import Streams
 
 PEER_AT = 2
 WAIT = "_c10d_functional::wait_tensor"
@@ -85,8 +84,6 @@ class StepRecorder(TorchDispatchMode):
         self._axes, self._next, self._number = axes, 0, 0
         self._unwaited: dict[int, tuple[int, Any]] = {}
         self._issued: list[tuple[int, Any]] = []
-        self.streams = Streams(lambda: len(self.events), self._add_waits)
-        """Followed if they take the place of a device's; by default all is on the main stream."""
         self._modules: list[str] = []
         self._gathered_for: list[str] = []
         self._spans: list[tuple[int, str]] = [(0, "")]
@@ -253,7 +250,7 @@ class StepRecorder(TorchDispatchMode):
             result = args[0] if self._is_fake else function(*args, **kwargs)
             block = self.blocks.get(args[0].untyped_storage()._cdata)
             if block in self._unwaited:
-                self._add_waits((self._unwaited.pop(block)[0],))
+                self._add_waits([self._unwaited.pop(block)[0]])
             return result
         result = function(*args, **kwargs)
         place = self.place()
@@ -307,9 +304,8 @@ class StepRecorder(TorchDispatchMode):
                 if outputs or inputs
                 else "",
                 shape_of(name, args, kwargs),
-                self.streams.is_beside,
-                causal_of(name, args, kwargs),
-                any(map(has_gaps, inputs)),
+                causal=causal_of(name, args, kwargs),
+                is_strided=any(map(has_gaps, inputs)),
             )
         )
 
@@ -333,24 +329,11 @@ class StepRecorder(TorchDispatchMode):
         peer = args[PEER_AT] if kind in ("send", "receive") else -1
         if self._gathered_for and not isinstance(result, Tensor):
             place = place._replace(module=self._gathered_for[-1])
-        size, before = num_bytes(whole), self.streams.issue(self._number)
+        size = num_bytes(whole)
         held: list[Any] = [self._allocate(self._scratch.copies.get(kind, 0) * size)]
         if held[0] is not None:
             self.buffers.add(held[0].block)
-        ready = before.position if self.streams.is_beside else -1
-        self.events.append(
-            Communication(
-                kind,
-                axis,
-                size,
-                len(ranks),
-                place,
-                self._number,
-                peer,
-                ready,
-                before.numbers,
-            )
-        )
+        self.events.append(Communication(kind, axis, size, len(ranks), place, self._number, peer))
         if isinstance(result, Tensor):
             if kind in self._scratch.holds_input:
                 held.append(args[0])
@@ -361,7 +344,7 @@ class StepRecorder(TorchDispatchMode):
                 self._note_storage(tensor.untyped_storage())
                 self.buffers.add(self.blocks[tensor.untyped_storage()._cdata])
 
-    def _add_waits(self, numbers: tuple[int, ...]) -> None:
+    def _add_waits(self, numbers: Iterable[int]) -> None:
         self.events += [Wait(number) for number in numbers]
 
     # Memory
@@ -427,8 +410,7 @@ class _Work(dist.Work):
 
     def wait(self, *args: Any) -> Any:
         result = self._work.wait(*args)
-        if not self._recorder.streams.is_beside:
-            self._recorder._add_waits(tuple(self._numbers))
+        self._recorder._add_waits(self._numbers)
         self._numbers = []
         if self._recorder._scratch.frees_at_wait:
             self._held = None

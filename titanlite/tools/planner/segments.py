@@ -47,9 +47,10 @@ FEW_BLOCKS = 5
 class Shared:
     """What jobs with the same pieces, number of ranks and hardware share: segments and their times.
 
-    `times` is filled by predict.py, by the `id` of a segment, or by what a message is. `tables` has
-    the actions of generated schedules, by name, number of microbatches and the ranks of the stages;
-    all jobs can share them.
+    `times` is filled by predict.py, by the `id` of a segment, or by what a message is. All that are
+    timed are in `segments`: a new one could have the `id` of one that is gone. `tables` has the
+    actions of generated schedules, by name, number of microbatches and the ranks of the stages; all
+    jobs can share them.
     """
 
     segments: dict[tuple[Any, ...], Segment] = field(default_factory=dict)
@@ -285,18 +286,18 @@ class Segments:
             builder.allocate(BUFFERS, self._pieces.boundary_bytes)
         return builder.segment()
 
-    def hold(self, output_bytes: int) -> Segment:
-        """The model's output stays there until the end of a batch in a pipeline."""
-        builder = Builder()
-        builder.allocate("temporary", output_bytes)
-        return builder.segment()
+    def hold(self, output_bytes: int, num_sent: int = 0) -> Segment:
+        """The model's output stays there until the end of a batch in a pipeline.
 
-    def release(self, num_sent: int, output_bytes: int) -> Segment:
-        """The end of a batch in a pipeline: what was sent is freed, and the model's output."""
-        builder = Builder()
-        builder.allocate("temporary", -output_bytes)
-        builder.allocate(BUFFERS, -num_sent * self._pieces.boundary_bytes)
-        return builder.segment()
+        Negative numbers free it then, and what was sent.
+        """
+        key = "hold", output_bytes, num_sent
+        if key not in self._shared:
+            builder = Builder()
+            builder.allocate("temporary", output_bytes)
+            builder.allocate(BUFFERS, num_sent * self._pieces.boundary_bytes)
+            self._shared[key] = builder.segment()
+        return self._shared[key]
 
     def _boundaries(self, kind: str, stage: int) -> int:
         """How many activations between stages an action leaves beside those of its parts.

@@ -39,8 +39,8 @@ from titanlite.tools.planner.scratch import BY_DEVICE
 def trace_rank(resolved: ResolvedJob, rank: int) -> Trace:
     """The second step of `rank`. No process group may exist in this process.
 
-    A job with `job.device = "cuda"` is traced with the streams and the scratch memory of a GPU, and
-    on its kernels if there is a GPU here; else on those of the CPU, as with CPU offload.
+    A job with `job.device = "cuda"` is traced with the scratch memory of a GPU, and on its kernels
+    if there is a GPU here; else on those of the CPU, as with CPU offload.
     """
     return trace_job(resolved, rank)[1]
 
@@ -67,9 +67,6 @@ def trace_job(
             scratch=BY_DEVICE[planned],
             num_threads=max(1, num_cores() // resolved.dims.world_size),
         )
-        if planned == "cuda":
-            device = torch.get_device_module(job.world.device)
-            stack.enter_context(recorder.streams.in_place_of(device))
         if prepare is not None:
             prepare(job, recorder)
         with mode, recorder.watching(job.trainer.parts):
@@ -161,7 +158,6 @@ def _make_optimizer_state(job: Job) -> None:
 def _record_step(job: Job, recorder: StepRecorder, mode: FakeTensorMode) -> Trace:
     gc.collect()
     recorder.events.clear()
-    recorder.streams.restart()
     trace = Trace(job.world.rank, job.dims.coordinates(job.world.rank), recorder.events)
     trace.applied = tuple(job.applied)
     parameters = _local(job.parameters.values())

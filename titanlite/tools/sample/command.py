@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.config import JobConfig, ResolvedJob, make_config, make_model_config, override
+from titanlite.config import JobConfig, ResolvedJob, make_model_config, override
 from titanlite.config.data import own_length, spec_for
 from titanlite.config.load import read_file
 from titanlite.errors import ConfigError, RankError, TitanliteError
@@ -40,46 +40,31 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="titanlite sample", description="Sample from the model in a checkpoint."
     )
-    parser.add_argument("checkpoint", type=Path, help="step-N, a folder of them, or .safetensors")
-    parser.add_argument(
-        "--out", type=Path, help="the file to write (images: a PNG); text is printed without it"
-    )
-    parser.add_argument(
-        "--prompt", help="text to continue; default: sampling.prompt. Then one sample by default"
-    )
-    parser.add_argument(
-        "--num-samples", type=int, help="number of samples; default: sampling.num_samples"
-    )
-    parser.add_argument(
-        "--num-tokens", type=int, help="text: tokens of a sample, including the prompt"
-    )
-    parser.add_argument(
-        "--temperature", type=float, help="0: the likeliest token; default: sampling.temperature"
-    )
-    parser.add_argument("--top-k", type=int, help="default: sampling.top_k")
-    parser.add_argument("--top-p", type=float, help="default: sampling.top_p")
-    parser.add_argument("--seed", type=int, help="default: debug.seed")
-    parser.add_argument("--ranks", type=int, default=1, help="number of processes; default: 1")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="step-N, a folder of them, or .safetensors")
+    add("--out", type=Path, help="the file to write (images: a PNG); text is printed without it")
+    add("--prompt", help="text to continue; default: sampling.prompt. Then one sample by default")
+    add("--num-samples", type=int, help="number of samples; default: sampling.num_samples")
+    add("--num-tokens", type=int, help="text: tokens of a sample, including the prompt")
+    add("--temperature", type=float, help="0: the likeliest token; default: sampling.temperature")
+    add("--top-k", type=int, help="default: sampling.top_k")
+    add("--top-p", type=float, help="default: sampling.top_p")
+    add("--seed", type=int, help="default: debug.seed")
+    add("--ranks", type=int, default=1, help="number of processes; default: 1")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add(
         "--experimental.custom_import",
         metavar="MODULE",
         help="module that registers the model; never taken from the checkpoint",
     )
-    parser.add_argument(
+    add(
         "--training.dataset_path",
         metavar="FOLDER",
         help="folder of a data set that is read from the disk",
     )
-    parser.add_argument(
-        "--model.hf_assets_path", metavar="FOLDER", help="folder of the text tokenizer"
-    )
-    parser.add_argument(
-        "--model.path", metavar="FOLDER", help="folder with config.json, for the model hf"
-    )
-    parser.add_argument(
-        "--job.config_file", metavar="FILE", help="TOML file that may set the previous four keys"
-    )
+    add("--model.hf_assets_path", metavar="FOLDER", help="folder of the text tokenizer")
+    add("--model.path", metavar="FOLDER", help="folder with config.json, for the model hf")
+    add("--job.config_file", metavar="FILE", help="TOML file that may set the previous four keys")
     asked = parser.parse_args(arguments)
     for option, number in (("--num-samples", asked.num_samples), ("--ranks", asked.ranks)):
         if number is not None and number < 1:
@@ -197,7 +182,7 @@ def _check_size(sections: dict[str, dict[str, Any]], source: Path, stored_bytes:
     try:
         model = make_model_config(JobConfig.model_validate(sections))
     except (ValidationError, ConfigError):
-        return  # make_config will raise it
+        return  # JobConfig will raise it
     given = sections.get("training", {}).get("seq_len")
     lengths = (own_length(model) or (given if isinstance(given, int) else 0), "tokens")
     for number, what in ((getattr(model, "num_parameters", 0), "parameters"), lengths):
@@ -224,7 +209,7 @@ def _for_sampling(
     # The job's batch size may not be divisible by this number of ranks.
     sections["training"]["local_batch_size"] = 1
     try:
-        config = make_config(
+        config = JobConfig.from_dict(
             {
                 **sections,
                 "parallelism": {"data_parallel_shard_degree": asked.ranks},
@@ -238,16 +223,9 @@ def _for_sampling(
         raise ConfigError(
             f"--num-samples: {source} asks for {config.sampling.num_samples:,}; give a number"
         )
-    changes: dict[str, Any] = {
-        "job.device": asked.device,
-        "sampling.num_samples": asked.num_samples,
-        "sampling.prompt": asked.prompt,
-        "sampling.num_tokens": asked.num_tokens,
-        "sampling.temperature": asked.temperature,
-        "sampling.top_k": asked.top_k,
-        "sampling.top_p": asked.top_p,
-        "debug.seed": asked.seed,
-    }
+    sampling = ("num_samples", "prompt", "num_tokens", "temperature", "top_k", "top_p")
+    changes = {f"sampling.{name}": getattr(asked, name) for name in sampling}
+    changes |= {"job.device": asked.device, "debug.seed": asked.seed}
     if asked.prompt is not None and asked.num_samples is None:
         changes["sampling.num_samples"] = 1
     return override(config, {name: value for name, value in changes.items() if value is not None})

@@ -29,7 +29,7 @@ from titanlite.modules.tied import find_tied, tie
 from titanlite.parallelize.part import DTYPES
 from titanlite.ranks.world import free_memory_bytes
 from titanlite.tools.sample.choice import Choice
-from titanlite.training.initialize import (
+from titanlite.training.initial_weights import (
     draws_by_name,
     generator_for,
     has_buffers,
@@ -145,8 +145,7 @@ class Pace:
     """Estimates whether sampling stays within `limit_seconds`, counted from its creation."""
 
     def __init__(self, limit_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._limit_seconds = limit_seconds
+        self._clock, self._limit_seconds = clock, limit_seconds
         self._start = self._last = clock()
         self._was_kept = True
         # (tokens left, seconds per token) at each check since the number of sequences changed.
@@ -283,10 +282,7 @@ def whole_model(job: Job) -> nn.Module:
 
 def _is_taken(job: Job, name: str) -> bool:
     """Whether any part of the model, on any rank, takes the batch field `name`."""
-    is_taken = any(takes(part, name) for part in job.parts)
-    taken = torch.tensor(int(is_taken), device=job.world.device)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return bool(taken)
+    return _on_any_rank(job, any(takes(part, name) for part in job.parts))
 
 
 def _fits(job: Job) -> bool:
@@ -294,6 +290,10 @@ def _fits(job: Job) -> bool:
     free = free_memory_bytes(job.world.device)
     if job.world.device.type == "cpu":
         free //= job.world.local_size
-    enough = torch.tensor(int(2 * job.model_bytes <= free), device=job.world.device)
-    dist.all_reduce(enough, op=dist.ReduceOp.MIN)
-    return bool(enough)
+    return not _on_any_rank(job, 2 * job.model_bytes > free)
+
+
+def _on_any_rank(job: Job, is_so: bool) -> bool:
+    found = torch.tensor(int(is_so), device=job.world.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)

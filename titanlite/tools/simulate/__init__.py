@@ -2,7 +2,7 @@
 
 work.py         Work, and the two workers that a strategy assigns to it
 simulation.py   simulate(): placement plus a priority or an order -> Simulation
-plan.py needs.py engine.py ready.py   greedy list scheduling, event by event
+plan.py placement.py engine.py   greedy list scheduling, event by event
 exact.py        exact time: numbers as they are written, ticks inside
 costs.py network.py reduction.py   durations, links, gradient reduction
 size.py         what a simulation takes; sizes that are too large are refused
@@ -12,9 +12,8 @@ schemes.py      the strategies of the notebook and the pipeline schedules, by na
 experiment.py   a strategy file: its strategy, order, priority, needs, costs and network
 sweep.py        a grid of simulations and its Pareto fronts
 streams.py     a rank with a compute stream and communication streams that share links
-gpu.py cluster.py collectives.py   simulated GPUs that exchange messages
+gpu.py collectives.py   simulated GPUs that exchange messages
 integer_model.py train_step.py   a training step on them, exact in integers, under any plan
-ladder/         the rungs from 0D to 4D, each also a script
 """
 
 from titanlite.tools.simulate.costs import Costs

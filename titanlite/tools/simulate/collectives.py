@@ -38,9 +38,7 @@ def ring_reduce_scatter(
     parts: Sequence[Sequence[int]],
 ) -> list[int]:
     """The i-th of `ranks` gets the sum of all i-th parts: N - 1 steps of 1/N of `size_units`."""
-    size = len(ranks)
-    here = ranks.index(gpu.global_rank)
-    after, before = ranks[(here + 1) % size], ranks[here - 1]
+    size, here, after, before = _place(gpu, ranks)
     part = _part(size_units, ranks)
     sums = [list(each) for each in parts]
     for step in range(1, size):
@@ -75,9 +73,7 @@ def ring_all_gather(
     gpu: GPU, ranks: Sequence[int], description: str, size_units: Number, value: Any
 ) -> list[Any]:
     """The values of all `ranks`, in order: N - 1 steps, each sends one rank's `size_units`."""
-    size = len(ranks)
-    here = ranks.index(gpu.global_rank)
-    after, before = ranks[(here + 1) % size], ranks[here - 1]
+    size, here, after, before = _place(gpu, ranks)
     values = [value] * size
     for step in range(size - 1):
         outgoing, incoming = (here - step) % size, (here - step - 1) % size
@@ -98,13 +94,8 @@ def all_to_all(
     for step in range(1, size):
         target, source = (here + step) % size, (here - step) % size
         message = values[target]
-        received[source] = gpu.exchange(
-            ranks[target],
-            ranks[source],
-            description,
-            exact(unit_size, description) * len(message),
-            message,
-        )
+        units = exact(unit_size, description) * len(message)
+        received[source] = gpu.exchange(ranks[target], ranks[source], description, units, message)
     return received
 
 
@@ -134,6 +125,12 @@ def scatter_rows(
         gpu, ranks, description, size_units, [flatten([part]) for part in parts]
     )
     return unflatten(total, [own])[0]
+
+
+def _place(gpu: GPU, ranks: Sequence[int]) -> tuple[int, int, int, int]:
+    """The size of the ring, the GPU's place in it, and the ranks after and before it."""
+    size, here = len(ranks), ranks.index(gpu.global_rank)
+    return size, here, ranks[(here + 1) % size], ranks[here - 1]
 
 
 def _part(size_units: Number, ranks: Sequence[int]) -> Fraction:

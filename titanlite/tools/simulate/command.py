@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,16 +12,25 @@ from typing import TYPE_CHECKING, Any
 from titanlite.quantities import format_table
 from titanlite.tools.options import write
 from titanlite.tools.simulate.costs import Costs
-from titanlite.tools.simulate.figures import Row, figures, table_rows, write_csv
+from titanlite.tools.simulate.figures import Row, figures, html_table, table_rows, write_csv
 from titanlite.tools.simulate.network import Link, Network
-from titanlite.tools.simulate.options import Parser, characters, check_outputs, whole
+from titanlite.tools.simulate.options import (
+    Parser,
+    characters,
+    check_outputs,
+    check_used,
+    read_rate,
+    read_size,
+    read_time,
+    read_units,
+    used_options,
+    whole,
+    write_timelines,
+)
 from titanlite.tools.simulate.priority import PRIORITIES
 from titanlite.tools.simulate.result import Simulation
 from titanlite.tools.simulate.schemes import STRATEGIES, Workload, run_scheme
 from titanlite.tools.simulate.sweep import Point, read_axes
-from titanlite.tools.simulate.table import html_table
-from titanlite.tools.simulate.units import read_rate, read_size, read_time, read_units
-from titanlite.tools.simulate.used_options import check_used, used_options
 from titanlite.tools.simulate.work import SimulationError
 
 if TYPE_CHECKING:
@@ -136,14 +146,7 @@ def _write(
     wrote: list[str] = []
     if options.csv:
         wrote.append(write(options.csv, write_csv([row.values for row in rows])))
-    if options.svg:
-        from titanlite.tools.figures.schedule_svg import draw_svg
-
-        wrote.append(write(options.svg, draw_svg(*timelines)))
-    if options.html:
-        from titanlite.tools.figures.schedule_html import draw_html
-
-        wrote.append(write(options.html, draw_html(timelines, html)))
+    wrote += write_timelines(options, timelines, html)
     # One picture per file; with several schemes, the name of each goes into its file name.
     for simulation in simulations if options.memory else ():
         from titanlite.tools.simulate.memory_report import draw_memory
@@ -171,10 +174,7 @@ def _one_of(path: str, title: str, num_files: int) -> Path:
 
 
 def _sweep(
-    schemes: Sequence[str],
-    options: argparse.Namespace,
-    given: Mapping[str, str],
-    parser: Parser,
+    schemes: Sequence[str], options: argparse.Namespace, given: Mapping[str, str], parser: Parser
 ) -> int:
     """Run a grid; returns 130 if Ctrl-C has ended it."""
     from titanlite.tools.simulate.sweep_report import (
@@ -248,17 +248,11 @@ def _workload(options: argparse.Namespace) -> Workload:
         time_unit=time_unit,
         size_unit=size_unit,
     )
-    return Workload(
-        workers=options.workers,
-        batches=options.batches,
-        stages=options.stages,
-        group_size=options.group_size,
-        priority=options.priority,
-        max_in_flight=_one_or_all(options.max_in_flight),
-        split_backward=options.split_backward,
-        costs=costs,
-        costs_per=options.costs_per,
-    )
+    others = {
+        each.name: getattr(options, each.name) for each in fields(Workload) if each.name != "costs"
+    }
+    others["max_in_flight"] = _one_or_all(options.max_in_flight)
+    return Workload(**others, costs=costs)
 
 
 def _one_or_all(values: Any) -> Any:
@@ -281,99 +275,85 @@ def _parser() -> Parser:
         "dimensions of parallelism on simulated GPUs, and has options of its own "
         "(ladder --help).",
     )
-    parser.add_argument("scheme", nargs="?", metavar="SCHEME")
-    parser.add_argument(
-        "--compare", nargs="+", default=[], metavar="SCHEME", help="more schemes to run"
-    )
+    add = parser.add_argument
+    add("scheme", nargs="?", metavar="SCHEME")
+    add("--compare", nargs="+", default=[], metavar="SCHEME", help="more schemes to run")
+    grid = "run a grid: values and ranges FIRST:LAST:STEP (with LAST) of options"
+    add("--sweep", nargs="+", metavar="OPTION=VALUES", help=grid)
 
-    parser.add_argument(
-        "--sweep",
-        nargs="+",
-        metavar="OPTION=VALUES",
-        help="run a grid: values and ranges FIRST:LAST:STEP (with LAST) of options",
-    )
+    add = parser.add_argument_group("size").add_argument
+    add("--workers", type=whole, default=4, metavar="N")
+    add("--batches", type=whole, default=8, metavar="N", help="(micro)batches")
+    add("--stages", type=whole, metavar="N", help="default: the fewest the scheme allows")
+    add("--group-size", type=whole, metavar="N", help="workers per group of a looped pipeline")
 
-    size = parser.add_argument_group("size")
-    size.add_argument("--workers", type=whole, default=4, metavar="N")
-    size.add_argument("--batches", type=whole, default=8, metavar="N", help="(micro)batches")
-    size.add_argument(
-        "--stages", type=whole, metavar="N", help="default: the fewest the scheme allows"
-    )
-    size.add_argument(
-        "--group-size", type=whole, metavar="N", help="workers per group of a looped pipeline"
-    )
-
-    order = parser.add_argument_group("order of a strategy")
-    order.add_argument("--priority", choices=list(PRIORITIES))
-    order.add_argument(
-        "--max-in-flight", type=whole, nargs="+", metavar="N", help="one value, or one per worker"
-    )
-    order.add_argument(
+    add = parser.add_argument_group("order of a strategy").add_argument
+    add("--priority", choices=list(PRIORITIES))
+    add("--max-in-flight", type=whole, nargs="+", metavar="N", help="one value, or one per worker")
+    add(
         "--split-backward",
         action="store_true",
         help="schedule weight gradients separately from input gradients",
     )
 
-    costs = parser.add_argument_group("costs (a SIZE or TIME is one value, or one per stage)")
-    costs.add_argument(
+    add = parser.add_argument_group(
+        "costs (a SIZE or TIME is one value, or one per stage)"
+    ).add_argument
+    add(
         "--costs-per",
         choices=["stage", "model"],
         default="stage",
         help="model: times and weights are of the whole model, divided among its stages",
     )
-    costs.add_argument("--forward", type=read_time, nargs="+", metavar="TIME", help="default: 1")
-    costs.add_argument("--backward", type=read_time, nargs="+", metavar="TIME", help="default: 2")
-    costs.add_argument(
+    add("--forward", type=read_time, nargs="+", metavar="TIME", help="default: 1")
+    add("--backward", type=read_time, nargs="+", metavar="TIME", help="default: 2")
+    add(
         "--weight-gradient",
         type=read_time,
         nargs="+",
         metavar="TIME",
         help="part of the backward time (default: half)",
     )
-    costs.add_argument("--activation-units", type=read_size, metavar="SIZE", help="of a message")
+    add("--activation-units", type=read_size, metavar="SIZE", help="of a message")
     for name, purpose in (
         ("--weight-units", "weights of a stage"),
         ("--gradient-units", "gradients of a stage (default: as weights)"),
         ("--optimizer-units", "optimizer state of a stage"),
         ("--kept-units", "kept by a forward for its backward (default: a message)"),
     ):
-        costs.add_argument(name, type=read_size, nargs="+", metavar="SIZE", help=purpose)
+        add(name, type=read_size, nargs="+", metavar="SIZE", help=purpose)
 
-    network = parser.add_argument_group("network")
-    network.add_argument("--latency", type=read_time, metavar="TIME")
-    network.add_argument("--time-per-unit", type=read_time, metavar="TIME")
-    network.add_argument(
-        "--bandwidth", type=read_rate, metavar="RATE", help="instead of --time-per-unit: 50GB/s"
-    )
-    network.add_argument("--workers-per-node", type=whole, default=1, metavar="N")
-    network.add_argument("--inside-latency", type=read_time, metavar="TIME", help="inside a node")
-    network.add_argument("--inside-time-per-unit", type=read_time, metavar="TIME")
-    network.add_argument("--inside-bandwidth", type=read_rate, metavar="RATE")
-    network.add_argument(
+    add = parser.add_argument_group("network").add_argument
+    add("--latency", type=read_time, metavar="TIME")
+    add("--time-per-unit", type=read_time, metavar="TIME")
+    add("--bandwidth", type=read_rate, metavar="RATE", help="instead of --time-per-unit: 50GB/s")
+    add("--workers-per-node", type=whole, default=1, metavar="N")
+    add("--inside-latency", type=read_time, metavar="TIME", help="inside a node")
+    add("--inside-time-per-unit", type=read_time, metavar="TIME")
+    add("--inside-bandwidth", type=read_rate, metavar="RATE")
+    add(
         "--no-overlap",
         dest="overlap",
         action="store_false",
         help="a worker cannot compute while it sends",
     )
-    network.add_argument(
-        "--prefetch", type=whole, default=1, metavar="N", help="fetch weights N work items ahead"
-    )
-    network.add_argument(
+    add("--prefetch", type=whole, default=1, metavar="N", help="fetch weights N work items ahead")
+    add(
         "--no-fetch-contention",
         dest="fetch_contention",
         action="store_false",
         help="a worker sends weights to any number of workers at once",
     )
-    network.add_argument("--reduce-gradients", action="store_true")
+    add("--reduce-gradients", action="store_true")
 
-    output = parser.add_argument_group("output")
-    output.add_argument("--svg", metavar="FILE")
-    output.add_argument("--html", metavar="FILE", help="a page with tooltips and zoom")
-    output.add_argument("--png", metavar="FILE")
-    output.add_argument("--memory", metavar="FILE", help="memory of the workers, .png or .svg")
-    output.add_argument("--csv", metavar="FILE", help="the table, numbers not rounded")
-    output.add_argument("--trace", metavar="FILE", help="for https://ui.perfetto.dev")
-    output.add_argument("--width", type=characters, metavar="CHARACTERS")
-    output.add_argument("--color", action=argparse.BooleanOptionalAction, default=None)
-    output.add_argument("--quiet", action="store_true", help="print only the table")
+    add = parser.add_argument_group("output").add_argument
+    add("--svg", metavar="FILE")
+    add("--html", metavar="FILE", help="a page with tooltips and zoom")
+    add("--png", metavar="FILE")
+    add("--memory", metavar="FILE", help="memory of the workers, .png or .svg")
+    add("--csv", metavar="FILE", help="the table, numbers not rounded")
+    add("--trace", metavar="FILE", help="for https://ui.perfetto.dev")
+    add("--width", type=characters, metavar="CHARACTERS")
+    add("--color", action=argparse.BooleanOptionalAction, default=None)
+    add("--quiet", action="store_true", help="print only the table")
     return parser

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
@@ -132,38 +132,19 @@ class LinkTicks:
     fetches: list[int]
 
 
-@dataclass
 class TickCosts:
     """The costs of `num_stages` stages in whole ticks, with which the engine computes.
 
     `weight_units` are sizes, not times. Without a network, `between` and `inside` take no time.
     """
 
-    costs: Costs
-    num_stages: int
-    ticks: Ticks = field(init=False)
-    forward: list[int] = field(init=False)
-    backward: list[int] = field(init=False)
-    weight_gradient: list[int] = field(init=False)
-    weight_units: list[Exact] = field(init=False)
-    between: LinkTicks = field(init=False)
-    inside: LinkTicks = field(init=False)
-
-    @property
-    def messages(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The latency and transfer time of a message inside a node, and between nodes."""
-        return (self.inside.latency, self.inside.transfer), (
-            self.between.latency,
-            self.between.transfer,
-        )
-
-    def __post_init__(self) -> None:
-        costs, network = self.costs, self.costs.network
+    def __init__(self, costs: Costs, num_stages: int) -> None:
+        network = costs.network
         names = ("forward", "backward", "weight_gradient", "weight_units")
         numbers: dict[str, list[Exact]] = {}
         as_fractions = is_fraction(costs.activation_units)
         for name in names:
-            numbers[name], has_fractions = costs.per_stage(name, self.num_stages)
+            numbers[name], has_fractions = costs.per_stage(name, num_stages)
             as_fractions |= has_fractions
         _check_durations(numbers)
         self.weight_units = numbers.pop("weight_units")

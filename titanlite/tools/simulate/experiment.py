@@ -176,32 +176,22 @@ def _telling_where(path: str, folder: Path) -> Iterator[None]:
     """Turn what the file raises into a SimulationError that ends with its file and line."""
     try:
         yield
-    except SimulationError as error:
-        place = _place(error.__cause__, folder)
+    except (Exception, SystemExit) as error:
+        place = _place(error.__cause__ if isinstance(error, SimulationError) else error, folder)
+        text = " ".join(str(error).split())
+        if isinstance(error, SimulationError):
+            said = text
+        elif isinstance(error, SystemExit):
+            said = f"{path}: calls sys.exit, which would end the simulation; leave it out"
+        else:
+            if isinstance(error, SyntaxError):
+                line = (error.text or "").strip()
+                place = f"{error.filename}:{error.lineno}: {line}" if line else str(error.filename)
+                text = error.msg
+            said = f"{path}: raises {type(error).__name__}: {text}"
         if place is None:
             raise
-        raise SimulationError(f"{' '.join(str(error).split())} ({place})") from error
-    except SystemExit as stop:
-        place = _place(stop, folder)
-        if place is None:
-            raise
-        raise SimulationError(
-            f"{path}: calls sys.exit, which would end the simulation; leave it out ({place})"
-        ) from stop
-    except SyntaxError as error:
-        line = (error.text or "").strip()
-        place = f"{error.filename}:{error.lineno}: {line}" if line else str(error.filename)
-        raise SimulationError(f"{path}: raises {_message_of(error)} ({place})") from error
-    except Exception as error:
-        place = _place(error, folder)
-        if place is None:
-            raise
-        raise SimulationError(f"{path}: raises {_message_of(error)} ({place})") from error
-
-
-def _message_of(error: BaseException) -> str:
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}: {' '.join(text.split())}"
+        raise SimulationError(f"{said} ({place})") from error
 
 
 def _place(error: BaseException | None, folder: Path) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from io import StringIO
 from typing import Any, NamedTuple
 
@@ -18,37 +19,33 @@ class Column(NamedTuple):
 
     name: str
     value: Callable[[Simulation], Time]
-    show: Callable[[Any, Costs], str]
-
-
-def _plain_number(value: int, costs: Costs) -> str:
-    return str(value)
+    show: Callable[[Any, Costs], str] = lambda value, _: str(value)
 
 
 def _time(value: Time, costs: Costs) -> str:
     return show_time(value, costs.time_unit)
 
 
-PEAK_MEMORY = Column(
-    "peak memory",
-    lambda s: max(s.peak_memory),
-    lambda value, costs: show_size(value, costs.size_unit),
-)
+def _rate(value: float, costs: Costs) -> str:
+    return show_rate(value, costs.time_unit)
+
+
+def _size(value: Time, costs: Costs) -> str:
+    return show_size(value, costs.size_unit)
+
+
+PEAK_MEMORY = Column("peak memory", lambda s: max(s.peak_memory), _size)
 COLUMNS = (
-    Column("stages", lambda s: s.num_stages, _plain_number),
+    Column("stages", lambda s: s.num_stages),
     Column("makespan", lambda s: s.makespan, _time),
     Column("lower bound", lambda s: s.lower_bound, _time),
     Column("bubble", lambda s: s.bubble_fraction, lambda value, _: f"{float(value):.1%}"),
-    Column(
-        "batches/time",
-        lambda s: s.throughput,
-        lambda value, costs: show_rate(value, costs.time_unit),
-    ),
-    Column("peak held", lambda s: max(s.peak_activations), _plain_number),
+    Column("batches/time", lambda s: s.throughput, _rate),
+    Column("peak held", lambda s: max(s.peak_activations)),
     PEAK_MEMORY,
-    Column("sent", lambda s: max(s.activation_transmissions), _plain_number),
-    Column("fetched", lambda s: max(s.weight_transmissions), _plain_number),
-    Column("stored", lambda s: max(s.weight_storage), _plain_number),
+    Column("sent", lambda s: max(s.activation_transmissions)),
+    Column("fetched", lambda s: max(s.weight_transmissions)),
+    Column("stored", lambda s: max(s.weight_storage)),
 )
 
 
@@ -74,6 +71,14 @@ def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         texts = {k: shown[k](v, costs) if k in shown else str(v) for k, v in values.items()}
         cells.append([texts.get(name, "") for name in header])
     return header, cells
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as HTML."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def names_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:

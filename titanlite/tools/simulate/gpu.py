@@ -3,17 +3,22 @@
 Its clock is exact (exact.py), so two times that are equal compare as equal in any unit. A
 `GPU(global_rank)` on its own only adds up time. In a `Cluster`, its messages also carry values and
 arrive with the delay of the network, so the results can be compared with a single process.
+
+All GPUs of a cluster run the same program, with one thread per GPU. Every receive names its source,
+and messages between two ranks keep their order. Results and clocks therefore do not depend on the
+order in which threads run (a Kahn process network).
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
+from titanlite.ranks.turns import Happening, Turns
+from titanlite.schedule.timeline import REDUCE, Span, Timeline
 from titanlite.tools.simulate.exact import Exact, Number, exact
 from titanlite.tools.simulate.network import Link, Network
 from titanlite.tools.simulate.work import SimulationError
@@ -24,6 +29,8 @@ SECONDS_PER_DATA_UNIT = 0.01
 SECONDS_PER_MEMORY_UNIT = 0.0001
 
 ETHERNET = Network(Link(NETWORK_BASE_LATENCY_SECONDS, SECONDS_PER_DATA_UNIT))
+
+Result = TypeVar("Result")
 
 
 class GPUEvent(NamedTuple):
@@ -41,27 +48,16 @@ class GPUEvent(NamedTuple):
     is_overlapped: bool = False
 
 
-class Messages(Protocol):
-    """The part of Cluster that a GPU uses: send a message, and receive the next one."""
-
-    def put(self, source: int, target: int, arrival_seconds: Exact, value: Any) -> None: ...
-
-    def take(self, source: int, target: int, description: str) -> tuple[Exact, Any]: ...
-
-    def sleep(self, seconds: float) -> None: ...
-
-
 class GPU:
     """One device: `clock` is its exact time, `events` its history, `peak_memory_units` its peak."""
 
     def __init__(
         self,
         global_rank: int,
-        cluster: Messages | None = None,
+        cluster: Cluster | None = None,
         *,
         network: Network = ETHERNET,
         memory_units: Number = math.inf,
-        sleep: bool = False,
     ) -> None:
         self.global_rank = global_rank
         self.clock: Exact = 0
@@ -74,7 +70,6 @@ class GPU:
             exact(memory_units, "memory_units")
         self._cluster = cluster
         self._network = network
-        self._sleep = sleep
         self._held: dict[str, Exact] = {}
         self._spent: defaultdict[str, Exact] = defaultdict(int)
 
@@ -155,20 +150,13 @@ class GPU:
 
     def barrier(self, ranks: Sequence[int], description: str = "barrier") -> None:
         """Wait until all `ranks` reach the barrier, plus one latency."""
-        first = ranks[0]
         if self._cluster is None or len(ranks) == 1:
             return
-        begin = self.clock
-        if self.global_rank == first:
-            arrivals = [self._cluster.take(rank, first, description)[1] for rank in ranks[1:]]
-            link = self._network.slowest_link(list(ranks))
-            leave = max(begin, *arrivals) + link.seconds(0)
-            for rank in ranks[1:]:
-                self._cluster.put(first, rank, leave, leave)
-        else:
-            self._cluster.put(self.global_rank, first, begin, begin)
-            leave = self._cluster.take(first, self.global_rank, description)[1]
-        self._spend("barrier", description, leave - begin)
+        for rank in ranks:
+            self._cluster.put(self.global_rank, rank, self.clock, None)
+        last = max(self._cluster.take(rank, self.global_rank, description)[0] for rank in ranks)
+        latency = self._network.slowest_link(ranks).seconds(0)
+        self._spend("barrier", description, last - self.clock + latency)
 
     def allocate(self, description: str, memory_units: Number) -> None:
         """Allocate memory until `free`. Raises SimulationError if the device runs out of memory."""
@@ -190,12 +178,8 @@ class GPU:
             )
         del self._held[description]
 
-    def seconds_in(self, *kinds: str) -> float:
-        """Time spent in events of `kinds`, without those that were overlapped."""
-        return float(self.time_in(*kinds))
-
     def time_in(self, *kinds: str) -> Exact:
-        """The same time, exactly."""
+        """The exact time spent in events of `kinds`, without those that were overlapped."""
         return sum(self._spent[kind] for kind in kinds)
 
     def _take(self, source_rank: int, description: str) -> Any:
@@ -210,11 +194,7 @@ class GPU:
         return exact(units, f"GPU {self.global_rank}: {name}") * exact(seconds_per_unit, "seconds")
 
     def _spend(
-        self,
-        kind: str,
-        description: str,
-        seconds: Exact,
-        work: tuple[str, int, int] | None = None,
+        self, kind: str, description: str, seconds: Exact, work: tuple[str, int, int] | None = None
     ) -> None:
         start = self.seconds
         self.clock += seconds
@@ -224,5 +204,105 @@ class GPU:
         self.events.append(event)
         # In real time, waits need no sleep: the thread itself has waited for the message. What is
         # overlapped is slept through by `join`, as far as it outlasts the computation.
-        if self._sleep and kind not in ("wait", "barrier") and not self._is_overlapped:
-            (time.sleep if self._cluster is None else self._cluster.sleep)(float(seconds))
+        if (
+            self._cluster is not None
+            and kind not in ("wait", "barrier")
+            and not self._is_overlapped
+        ):
+            self._cluster.pass_time(float(seconds))
+
+
+class Cluster:
+    """`num_ranks` GPUs on one network, in virtual time, or in real time if `sleep`.
+
+    `memory_units` is the memory of each GPU.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        network: Network = ETHERNET,
+        *,
+        memory_units: Number = math.inf,
+        sleep: bool = False,
+    ) -> None:
+        if num_ranks < 1:
+            raise SimulationError(f"num_ranks is {num_ranks}; a cluster needs at least one rank")
+        self.gpus = [
+            GPU(rank, self, network=network, memory_units=memory_units) for rank in range(num_ranks)
+        ]
+        self._sleeps = sleep
+
+    @property
+    def seconds(self) -> float:
+        """The time at which the last GPU finished."""
+        return float(self.clock)
+
+    @property
+    def clock(self) -> Exact:
+        """The same time, exactly."""
+        return max(gpu.clock for gpu in self.gpus)
+
+    def run(self, program: Callable[[GPU], Result]) -> list[Result]:
+        """Run `program(gpu)` on every rank and return the results, by rank.
+
+        Re-raises the exception of the first rank that fails. If the ranks deadlock, raises
+        SimulationError, which names the message that each rank waits for.
+        """
+        self._turns = Turns(len(self.gpus), self._deadlock)
+        self._mail: dict[tuple[int, int], deque[tuple[Exact, Any]]] = {}
+        self._arrivals: dict[tuple[int, int], Happening] = {}
+        results = self._turns.run(lambda rank: program(self.gpus[rank]))
+        if self._turns.failure is not None:
+            raise self._turns.failure[1]
+        return results
+
+    def put(self, source: int, target: int, arrival_seconds: Exact, value: Any) -> None:
+        """Send `value` to `target`, where it arrives at `arrival_seconds`."""
+        if not 0 <= target < len(self.gpus):
+            raise SimulationError(
+                f"GPU {source} sends to rank {target}; ranks are 0 to {len(self.gpus) - 1}"
+            )
+        self._mail.setdefault((source, target), deque()).append((arrival_seconds, value))
+        if (arrival := self._arrivals.pop((source, target), None)) is not None:
+            self._turns.happen(arrival)
+
+    def take(self, source: int, target: int, description: str) -> tuple[Exact, Any]:
+        """Block until the next message from `source` is sent; return its arrival time and value."""
+        if not 0 <= source < len(self.gpus):
+            raise SimulationError(
+                f"GPU {target} receives from rank {source}; ranks are 0 to {len(self.gpus) - 1}"
+            )
+        mail = self._mail.setdefault((source, target), deque())
+        if not mail:
+            what = f"rank {target} waits for {description} from rank {source}"
+            arrival = self._arrivals[source, target] = Happening(what)
+            self._turns.wait_for(arrival)
+        return mail.popleft()
+
+    def pass_time(self, seconds: float) -> None:
+        """Let the other ranks run for this time, if the cluster runs in real time."""
+        if self._sleeps:
+            self._turns.sleep(seconds)
+
+    def timeline(self, title: str) -> Timeline:
+        """The timeline of all GPUs: passes by layer and item, messages in grey.
+
+        Messages that are sent beside the computation have a lane of their own.
+        """
+        spans = []
+        for gpu in self.gpus:
+            for event in gpu.events:
+                if event.kind == "compute" and event.work is not None:
+                    kind, layer, item = event.work
+                    spans.append(Span(gpu.global_rank, event.start, event.end, kind, layer, item))
+                elif event.kind in ("send", "receive"):
+                    kind = REDUCE if event.is_overlapped else "SEND"
+                    spans.append(Span(gpu.global_rank, event.start, event.end, kind))
+        rows = [f"GPU {gpu.global_rank}" for gpu in self.gpus]
+        return Timeline(title, rows, spans, unit="s", batches_are="item")
+
+    def _deadlock(self) -> tuple[int, BaseException]:
+        waits = self._turns.waits()
+        listed = "; ".join(one.what for _, one in sorted(waits.items()) if one is not None)
+        return min(waits), SimulationError(f"the ranks deadlock: {listed}")

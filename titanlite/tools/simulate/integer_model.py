@@ -51,7 +51,40 @@ def split(values: Sequence[Any], part: int, parts: int) -> Sequence[Any]:
     return values[len(values) * part // parts : len(values) * (part + 1) // parts]
 
 
-class IntegerAttention:
+class Part:
+    """The weights of a part of a layer that this rank holds, and their gradients.
+
+    `share` is the part's share of the weights and the compute of a layer.
+    """
+
+    share: Fraction
+    kinds: tuple[str, ...]
+
+    def __init__(self, name: str, width: int, part: int = 0, parts: int = 1) -> None:
+        _, layer, kind, *expert = name.split(".")
+        self.layer, self.expert = int(layer), int(expert[0]) if kind == "experts" else None
+        self.names = [f"{name}.{kind}" for kind in self.kinds]
+        self.weights = [make_weight(each, width, part, parts) for each in self.names]
+        self.gradients = [zeros_like(weight) for weight in self.weights]
+        self._saved: dict[int, tuple[Matrix, ...]] = {}
+
+    def forward(self, item: int, x: Matrix) -> Matrix:
+        """The output for `x`, a partial sum; keeps what the backward pass needs."""
+        raise NotImplementedError
+
+    def backward(self, item: int, gradient: Matrix) -> Matrix:
+        """The gradient of the input, a partial sum; adds to `gradients`."""
+        raise NotImplementedError
+
+    def _add(self, *products: tuple[Matrix, Matrix]) -> None:
+        """Add to the gradient of each weight the product of its inputs and output gradients."""
+        self.gradients = [
+            add(gradient, matmul(transpose(left), right))
+            for gradient, (left, right) in zip(self.gradients, products, strict=True)
+        ]
+
+
+class IntegerAttention(Part):
     """Queries, keys and output of the heads that this rank holds.
 
     `first` is the position of the rank's first token. `gather_keys` and `scatter_gradients` are
@@ -59,28 +92,20 @@ class IntegerAttention:
     gradients of all keys into those of the rank's own.
     """
 
-    share = Fraction(1, 3)  # of the weights and the compute of a layer
+    share = Fraction(1, 3)
+    kinds = ("query", "key", "output")
 
     def __init__(
         self,
-        name: str,
-        width: int,
-        part: int = 0,
-        parts: int = 1,
-        *,
+        *where: Any,
         first: int = 0,
         gather_keys: Callable[[Matrix], Matrix] = lambda keys: keys,
         scatter_gradients: Callable[[Matrix], Matrix] = lambda gradients: gradients,
     ) -> None:
-        self.layer, self.expert = _numbers(name)
-        self.names = [f"{name}.{kind}" for kind in ("query", "key", "output")]
-        self.weights = [make_weight(each, width, part, parts) for each in self.names]
-        self.gradients = [zeros_like(weight) for weight in self.weights]
+        super().__init__(*where)
         self._first, self._gather, self._scatter = first, gather_keys, scatter_gradients
-        self._saved: dict[int, tuple[Matrix, Matrix, Matrix, Matrix]] = {}
 
     def forward(self, item: int, x: Matrix) -> Matrix:
-        """The output for `x`, summed over this rank's heads; keeps what the backward pass needs."""
         query, key, output = self.weights
         queries, keys = matmul(x, query), self._gather(matmul(x, key))
         mixed = [
@@ -91,7 +116,6 @@ class IntegerAttention:
         return matmul(mixed, output)
 
     def backward(self, item: int, gradient: Matrix) -> Matrix:
-        """The gradient of the input, summed over this rank's heads; adds to `gradients`."""
         query, key, output = self.weights
         x, queries, keys, mixed = self._saved.pop(item)
         from_mixed = matmul(gradient, transpose(output))
@@ -103,44 +127,31 @@ class IntegerAttention:
                         to_queries[t][i] += value
                         to_keys[s][i] += value
         to_keys = self._scatter(to_keys)
-        for number, (left, right) in enumerate(((x, to_queries), (x, to_keys), (mixed, gradient))):
-            self.gradients[number] = add(self.gradients[number], matmul(transpose(left), right))
+        self._add((x, to_queries), (x, to_keys), (mixed, gradient))
         return add(matmul(to_queries, transpose(query)), matmul(to_keys, transpose(key)))
 
 
-class IntegerFeedForward:
+class IntegerFeedForward(Part):
     """Two linear layers with a ReLU between them: the hidden units that this rank holds."""
 
     share = 1 - IntegerAttention.share
-
-    def __init__(self, name: str, width: int, part: int = 0, parts: int = 1) -> None:
-        self.layer, self.expert = _numbers(name)
-        self.names = [f"{name}.{kind}" for kind in ("up", "down")]
-        self.weights = [make_weight(each, width, part, parts) for each in self.names]
-        self.gradients = [zeros_like(weight) for weight in self.weights]
-        self._saved: dict[int, tuple[Matrix, Matrix]] = {}
+    kinds = ("up", "down")
 
     def forward(self, item: int, x: Matrix) -> Matrix:
-        """The output for `x`, summed over this rank's hidden units."""
         up, down = self.weights
         hidden = [[max(0, value) for value in row] for row in matmul(x, up)]
         self._saved[item] = x, hidden
         return matmul(hidden, down)
 
     def backward(self, item: int, gradient: Matrix) -> Matrix:
-        """The gradient of the input, summed over this rank's hidden units; adds to `gradients`."""
         up, down = self.weights
         x, hidden = self._saved.pop(item)
         to_hidden = [
             [value if unit > 0 else 0 for value, unit in zip(row, units, strict=True)]
             for row, units in zip(matmul(gradient, transpose(down)), hidden, strict=True)
         ]
-        for number, (left, right) in enumerate(((x, to_hidden), (hidden, gradient))):
-            self.gradients[number] = add(self.gradients[number], matmul(transpose(left), right))
+        self._add((x, to_hidden), (hidden, gradient))
         return matmul(to_hidden, transpose(up))
-
-
-Part = IntegerAttention | IntegerFeedForward
 
 
 def make_layers(
@@ -227,12 +238,6 @@ def add(a: Matrix, b: Matrix) -> Matrix:
 
 def zeros_like(a: Matrix) -> Matrix:
     return [[0 for _ in row] for row in a]
-
-
-def _numbers(name: str) -> tuple[int, int | None]:
-    """The layer of a part, and the expert that it is, or None."""
-    _, layer, kind, *expert = name.split(".")
-    return int(layer), int(expert[0]) if kind == "experts" else None
 
 
 def _draw(name: str, rows: int, columns: int) -> Matrix:

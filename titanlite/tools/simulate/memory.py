@@ -72,12 +72,11 @@ class Memory:
             costs.per_stage(name, stages)[0]
             for name in ("weight_units", gradient, "optimizer_units", activation)
         )
-        owners = _owners(plan)
-        for stage, workers in enumerate(owners):
+        for stage, workers in enumerate(plan.owners):
             for worker in workers:
                 self._hold(worker, WEIGHTS, weights[stage], 0, end)
                 self._hold(worker, OPTIMIZER, optimizer[stage], 0, end)
-        self._hold_gradients(gradients, owners, starts, reductions, end)
+        self._hold_gradients(gradients, starts, reductions, end)
         for held in held_inputs(plan, starts):
             for worker, start, stop in zip(held.workers, held.starts, held.ends, strict=True):
                 self._hold(worker, ACTIVATIONS, kept[held.stage], start, stop)
@@ -95,7 +94,6 @@ class Memory:
     def _hold_gradients(
         self,
         sizes: Sequence[Exact],
-        owners: Sequence[set[int]],
         starts: Sequence[int],
         reductions: Sequence[ReductionTicks],
         end: Exact,
@@ -107,19 +105,17 @@ class Memory:
                 continue
             for batch, worker, start in zip(batches, workers, begun, strict=True):
                 # The first part of a split backward makes no gradient of weights.
-                makes = (
-                    direction == Direction.WEIGHT or not plan.is_split[batch * len(sizes) + stage]
-                )
+                is_split = plan.is_split[batch * len(sizes) + stage]
+                makes = direction == Direction.WEIGHT or not is_split
                 if makes and start < first.get((worker, stage), end):
                     first[worker, stage] = start
         reduced = {stage: (start, stop) for stage, _, start, stop in reductions}
         for (worker, stage), start in first.items():
-            is_sent = stage in reduced and worker not in owners[stage]
-            self._hold(
-                worker, GRADIENTS, sizes[stage], start, reduced[stage][1] if is_sent else end
-            )
+            is_sent = stage in reduced and worker not in plan.owners[stage]
+            until = reduced[stage][1] if is_sent else end
+            self._hold(worker, GRADIENTS, sizes[stage], start, until)
         for stage, (begin, _) in reduced.items():
-            for worker in owners[stage]:
+            for worker in plan.owners[stage]:
                 if (worker, stage) not in first:
                     self._hold(worker, GRADIENTS, sizes[stage], begin, end)
 
@@ -168,12 +164,3 @@ class Memory:
                 at, most = tick, max(most, held)
             held += size
         return simplest(max(most, held))
-
-
-def _owners(plan: Plan) -> list[set[int]]:
-    """By stage, the workers that store its weights."""
-    chain = 2 * plan.num_stages
-    return [
-        set(plan.weight[stage::chain]) | set(plan.weight[chain - 1 - stage :: chain])
-        for stage in range(plan.num_stages)
-    ]

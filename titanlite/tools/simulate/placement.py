@@ -1,4 +1,4 @@
-"""Call the strategy once per work item and check the workers that it returns.
+"""Call the strategy and `needs` once per work item and check what they return.
 
 Work items are numbered in the order in which a batch passes through S stages: number
 `batch * 2S + k` is the forward of stage k for k < S, and the backward of stage 2S-1-k for k >= S.
@@ -8,10 +8,11 @@ The weight gradient of a split backward runs on the worker of that backward and 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+from titanlite.tools.simulate.plan import Plan
 from titanlite.tools.simulate.work import (
     ComputeAndWeightWorkers,
     Direction,
@@ -22,10 +23,11 @@ from titanlite.tools.simulate.work import (
 )
 
 Strategy = Callable[[Work], ComputeAndWeightWorkers]
+Needs: TypeAlias = Callable[[Work], "Iterable[Work]"]
 
 AT_ONCE = 128
 ASKED_TWICE = 64
-"""The work items for which a strategy or a priority is called again, to see if it is a function."""
+"""The work items for which a function of the user is called again, to see if it is a function."""
 
 
 def place(
@@ -110,3 +112,36 @@ def _changed(name: str, work: Work) -> SimulationError:
         f"{name} changes its answer when it is called again for {work}; it must return the same "
         "workers for the same work item"
     )
+
+
+def read_needs(plan: Plan, needs: Needs) -> dict[int, list[int]]:
+    """The numbers of the work items that each work item needs besides its predecessor.
+
+    Raises SimulationError, which names the work item, if `needs` raises, lists something else,
+    or lists other work when it is called again.
+    """
+    found: dict[int, list[int]] = {}
+    for number in range(plan.num_chained):
+        if numbers := _numbers(plan, needs, number):
+            found[number] = numbers
+    for number in range(0, plan.num_chained, max(1, plan.num_chained // ASKED_TWICE)):
+        if _numbers(plan, needs, number) != found.get(number, []):
+            raise SimulationError(
+                f"needs changes its answer when it is called again for {plan.work(number)}; it "
+                "must list the same work"
+            )
+    return found
+
+
+def _numbers(plan: Plan, needs: Needs, number: int) -> list[int]:
+    """The numbers of what a work item needs besides its predecessor, in order."""
+    work = plan.work(number)
+    listed = ask("needs", lambda one: list(needs(one)), work)
+    numbers = {plan.read(item, f"needs: {work} needs") for item in listed}
+    # A batch passes through its stages in order anyway.
+    numbers.discard(number - 1 if number % (2 * plan.num_stages) else -1)
+    if number in numbers:
+        raise SimulationError(f"needs: {work} needs itself; leave it out")
+    if max(numbers, default=0) >= plan.num_chained:
+        raise SimulationError(f"needs: {work} needs a weight gradient; no other work waits for one")
+    return sorted(numbers)

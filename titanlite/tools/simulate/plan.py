@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
 from titanlite.tools.simulate.costs import Costs, LinkTicks, TickCosts
-from titanlite.tools.simulate.work import Direction
+from titanlite.tools.simulate.work import Direction, SimulationError, Work
 
 
 class StagePass(NamedTuple):
@@ -19,12 +22,6 @@ class StagePass(NamedTuple):
     workers: Sequence[int]
     starts: Sequence[int]
     ends: Sequence[int]
-
-    @property
-    def only_worker(self) -> int | None:
-        """The worker of all batches, as in a pipeline; None if there are several."""
-        first = self.workers[0]
-        return first if self.workers.count(first) == len(self.workers) else None
 
 
 @dataclass
@@ -89,6 +86,40 @@ class Plan:
         forward = batch * 2 * self.num_stages + stage
         return forward if direction == Direction.FORWARD else self.backward_of(forward)
 
+    def work(self, number: int) -> Work:
+        """The work item with a number."""
+        if number >= self.num_chained:
+            batch, stage = divmod(number - self.num_chained, self.num_stages)
+            return Work(stage, batch, Direction.WEIGHT)
+        batch, k = divmod(number, 2 * self.num_stages)
+        if k < self.num_stages:
+            return Work(k, batch, Direction.FORWARD)
+        return Work(2 * self.num_stages - 1 - k, batch, Direction.BACKWARD)
+
+    def read(self, item: object, what: str) -> int:
+        """The number of a work item that the user's function lists, called `what` in an error."""
+        try:
+            stage, batch, direction = cast("tuple[Any, Any, Any]", item)
+            if isinstance(item, tuple) and direction in tuple(Direction):
+                stage, batch = operator.index(stage), operator.index(batch)
+                if 0 <= stage < self.num_stages and 0 <= batch < self.num_batches:
+                    return self.number_of(stage, batch, direction)
+        except (TypeError, ValueError):
+            pass
+        raise SimulationError(
+            f"{what} {item!r}; it must be a Work(stage, batch, direction) with a stage of 0 to "
+            f"{self.num_stages - 1}, a batch of 0 to {self.num_batches - 1} and a Direction"
+        )
+
+    @cached_property
+    def owners(self) -> list[set[int]]:
+        """By stage, the workers that store its weights."""
+        chain = 2 * self.num_stages
+        return [
+            {*self.weight[stage::chain], *self.weight[chain - 1 - stage :: chain]}
+            for stage in range(self.num_stages)
+        ]
+
     def worker(self, number: int) -> int:
         return self.compute[number if number < self.num_chained else self.backward_of(number)]
 
@@ -128,3 +159,18 @@ class Plan:
                 ends = [start + part for start in begun]
                 workers = [workers[batch] for batch in cut]
                 yield StagePass(stage, Direction.WEIGHT, cut, workers, begun, ends)
+
+    @cached_property
+    def messages_needed(self) -> list[int]:
+        """By worker, the outputs sent to it that only `needs` asks for."""
+        sent = set()
+        for number, needed in self.needs.items():
+            target = self.compute[number]
+            for before in needed:
+                follower = before + 1
+                goes_on = follower % (2 * self.num_stages) != 0
+                is_sent_anyway = goes_on and self.compute[follower] == target
+                if self.compute[before] != target and not is_sent_anyway:
+                    sent.add((before, target))
+        count = Counter(target for _, target in sent)
+        return [count[worker] for worker in range(self.num_workers)]

@@ -12,8 +12,6 @@ from titanlite.schedule.timeline import Span, Timeline, activation_curves
 from titanlite.tools.simulate.engine import Extra
 from titanlite.tools.simulate.exact import Exact, Time
 from titanlite.tools.simulate.memory import Memory, held_inputs
-from titanlite.tools.simulate.needs import messages_needed
-from titanlite.tools.simulate.placement import way_of_a_batch
 from titanlite.tools.simulate.plan import Plan
 from titanlite.tools.simulate.quantity import show_size, show_time, size_scale, time_scale
 from titanlite.tools.simulate.reduction import Reduction, ReductionTicks
@@ -105,24 +103,13 @@ class Simulation:
     def span(self) -> list[tuple[Time, Time]]:
         """The start of each worker's first work item and the end of its last, (0, 0) if none."""
         _, first, last = self._totals
-        return [
-            (self._time(start), self._time(end)) for start, end in zip(first, last, strict=True)
-        ]
-
-    @property
-    def longest_span(self) -> Time:
-        """The longest of the workers' spans, from first start to last end."""
-        return self._time(self._longest_span)
-
-    @property
-    def _longest_span(self) -> int:
-        _, first, last = self._totals
-        return max(end - start for start, end in zip(first, last, strict=True))
+        return list(zip(map(self._time, first), map(self._time, last), strict=True))
 
     @property
     def span_bubble_fraction(self) -> float:
-        """1 - max(busy) / longest_span: the bubble rate of the zero-bubble papers."""
-        return 1 - max(self._totals[0]) / self._longest_span
+        """1 - max(busy) / the longest span: the bubble rate of the zero-bubble papers."""
+        busy, first, last = self._totals
+        return 1 - max(busy) / max(end - start for start, end in zip(first, last, strict=True))
 
     @cached_property
     def bubble_fraction(self) -> float:
@@ -201,7 +188,7 @@ class Simulation:
         another worker, the first forwards of batches that use more than one worker, and outputs
         that are sent to a worker because of `needs`.
         """
-        count = messages_needed(self._plan)
+        count = list(self._plan.messages_needed)
         for (route, _), batches in self._routes.items():
             for before, worker in pairwise(route):
                 if before != worker:
@@ -216,11 +203,9 @@ class Simulation:
     @cached_property
     def weight_transmissions(self) -> list[int]:
         """The number of work items for which a worker does not store the weights."""
-        count = [0] * self.num_workers
-        for compute, weight in zip(self._plan.compute, self._plan.weight, strict=True):
-            if compute != weight:
-                count[compute] += 1
-        return count
+        pairs = zip(self._plan.compute, self._plan.weight, strict=True)
+        count = Counter(compute for compute, weight in pairs if compute != weight)
+        return [count[worker] for worker in range(self.num_workers)]
 
     @property
     def is_split(self) -> bool:
@@ -230,14 +215,8 @@ class Simulation:
     @cached_property
     def weight_storage(self) -> list[int]:
         """The number of stages whose weights each worker stores."""
-        way = way_of_a_batch(self.num_stages)
-        kept: set[tuple[int, int]] = set()
-        for k, (stage, _) in enumerate(way):
-            kept |= {(worker, stage) for worker in set(self._plan.weight[k :: len(way)])}
-        count = [0] * self.num_workers
-        for worker, _ in kept:
-            count[worker] += 1
-        return count
+        owned = Counter(worker for workers in self._plan.owners for worker in workers)
+        return [owned[worker] for worker in range(self.num_workers)]
 
     @cached_property
     def _routes(self) -> Counter[tuple[tuple[int, ...], bytes]]:
@@ -260,8 +239,9 @@ class Simulation:
         busy, last = [0] * self.num_workers, [0] * self.num_workers
         first: dict[int, int] = {}
         for column in self._plan.columns(self._starts):
-            worker = column.only_worker
-            if worker is not None:
+            worker = column.workers[0]
+            # In a pipeline, a stage has one worker.
+            if column.workers.count(worker) == len(column.workers):
                 busy[worker] += sum(column.ends) - sum(column.starts)
                 last[worker] = max(last[worker], *column.ends)
                 first[worker] = min(first.get(worker, column.starts[0]), *column.starts)

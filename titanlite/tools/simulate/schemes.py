@@ -19,9 +19,8 @@ from titanlite.schedule.generators import schedule_name
 from titanlite.tools.simulate.costs import Costs
 from titanlite.tools.simulate.exact import exact, simplest
 from titanlite.tools.simulate.experiment import JobSizes, open_experiment
-from titanlite.tools.simulate.needs import Needs
 from titanlite.tools.simulate.network import Link, Network
-from titanlite.tools.simulate.placement import Strategy
+from titanlite.tools.simulate.placement import Needs, Strategy
 from titanlite.tools.simulate.priority import PRIORITIES
 from titanlite.tools.simulate.result import Simulation
 from titanlite.tools.simulate.simulation import (
@@ -57,6 +56,11 @@ class Workload:
     costs: Costs = field(default_factory=Costs)
     costs_per: Literal["stage", "model"] = "stage"
 
+    @property
+    def num_stages(self) -> int:
+        """The number of stages of a strategy: as many as workers, unless given."""
+        return self.workers if self.stages is None else self.stages
+
 
 def run_scheme(scheme: str, workload: Workload) -> Simulation:
     """Simulate `scheme`. Raises SimulationError or ScheduleError if it cannot run."""
@@ -66,7 +70,7 @@ def run_scheme(scheme: str, workload: Workload) -> Simulation:
         return _run_schedule(schedule, workload)
     path, _, function = scheme.partition(":")
     if path.endswith(".py"):
-        sizes = JobSizes(workload.workers, stages_of(workload), workload.batches)
+        sizes = JobSizes(workload.workers, workload.num_stages, workload.batches)
         with open_experiment(path, function or "strategy", sizes) as parts:
             return _run_parts(parts, workload, title=scheme)
     for name, make in STRATEGIES.items():
@@ -80,28 +84,25 @@ def run_scheme(scheme: str, workload: Workload) -> Simulation:
 
 def distributed_data_parallelism(workload: Workload) -> Strategy:
     """DDP: every worker stores the whole model and runs whole batches."""
-    return lambda work: ComputeAndWeightWorkers(
-        work.batch % workload.workers, work.batch % workload.workers
-    )
+    workers = workload.workers
+    return lambda work: ComputeAndWeightWorkers(work.batch % workers, work.batch % workers)
 
 
 def fully_sharded_data_parallelism(workload: Workload) -> Strategy:
     """FSDP: like DDP, but each stage's weights are stored on one worker and fetched by all."""
-    return lambda work: ComputeAndWeightWorkers(
-        work.batch % workload.workers, work.stage % workload.workers
-    )
+    workers = workload.workers
+    return lambda work: ComputeAndWeightWorkers(work.batch % workers, work.stage % workers)
 
 
 def pipeline_parallelism(workload: Workload) -> Strategy:
     """A pipeline: one stage per worker; every batch passes through all workers."""
-    return lambda work: ComputeAndWeightWorkers(
-        work.stage % workload.workers, work.stage % workload.workers
-    )
+    workers = workload.workers
+    return lambda work: ComputeAndWeightWorkers(work.stage % workers, work.stage % workers)
 
 
 def cuckoo_parallelism(workload: Workload) -> Strategy:
     """A pipeline that runs the first batches' backwards on the idle workers at its other end."""
-    stages = workload.stages or workload.workers
+    stages = workload.num_stages
 
     def strategy(work: Work) -> ComputeAndWeightWorkers:
         early = work.stage < stages // 2 + 2 and work.batch < workload.batches // 2 - 2
@@ -155,11 +156,6 @@ def _group_size(workload: Workload) -> int:
     return group
 
 
-def stages_of(workload: Workload) -> int:
-    """The number of stages of a strategy: as many as workers, unless given."""
-    return workload.workers if workload.stages is None else workload.stages
-
-
 def _run_strategy(
     strategy: Strategy,
     workload: Workload,
@@ -167,7 +163,7 @@ def _run_strategy(
     order: Order | None = None,
     needs: Needs | None = None,
 ) -> Simulation:
-    stages = stages_of(workload)
+    stages = workload.num_stages
     priority = workload.priority
     if isinstance(priority, str):
         if priority not in PRIORITIES:
@@ -253,28 +249,24 @@ def _make_schedule(scheme: str, workload: Workload) -> Schedule:
             f"there is no scheme {scheme!r}; {hint}choose from {', '.join(known.values())}, "
             "or give a .py or .csv file"
         ) from None
-    stages = workload.workers if workload.stages is None else workload.stages
-    check_size(workload.workers, stages, workload.batches, is_listed=True)
+    workers, batches = workload.workers, workload.batches
+    check_size(workers, workload.num_stages, batches, is_listed=True)
     if workload.stages is None:
-        return make_schedule(name, workload.workers, workload.batches)
-    if workload.stages % workload.workers:
+        return make_schedule(name, workers, batches)
+    if workload.stages % workers:
         raise SimulationError(
             f"{name} needs the same number of stages on every worker; {workload.stages} stages "
-            f"do not divide evenly over {workload.workers} workers"
+            f"do not divide evenly over {workers} workers"
         )
-    return make_schedule(
-        name, workload.workers, workload.batches, workload.stages // workload.workers
-    )
+    return make_schedule(name, workers, batches, workload.stages // workers)
 
 
 def _cut_finer(costs: Costs, pieces: int) -> Costs:
     """The costs of each stage after every stage is split into `pieces` equal stages."""
     if pieces == 1:
         return costs
-    names = (
-        *("forward", "backward", "weight_gradient"),
-        *("weight_units", "gradient_units", "optimizer_units", "kept_units"),
-    )
+    times, sizes = ("forward", "backward", "weight_gradient"), ("weight", "gradient", "optimizer")
+    names = (*times, *(f"{name}_units" for name in (*sizes, "kept")))
     values = {name: getattr(costs, name) for name in names}
     if any(callable(value) or isinstance(value, Iterable) for value in values.values()):
         raise SimulationError(

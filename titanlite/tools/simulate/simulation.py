@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
-from titanlite.schedule.actions import (
-    BACKWARD_WEIGHT,
-    FORWARD,
-    FULL_BACKWARD,
-    Action,
-    Schedule,
-)
+from titanlite.schedule.actions import BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, Schedule
 from titanlite.tools.simulate.costs import Costs
 from titanlite.tools.simulate.details import details
 from titanlite.tools.simulate.engine import run
-from titanlite.tools.simulate.needs import Needs, read_needs
-from titanlite.tools.simulate.placement import ASKED_TWICE, Strategy, place, way_of_a_batch
+from titanlite.tools.simulate.placement import (
+    ASKED_TWICE,
+    Needs,
+    Strategy,
+    place,
+    read_needs,
+    way_of_a_batch,
+)
 from titanlite.tools.simulate.plan import Plan
 from titanlite.tools.simulate.priority import Lexicographic, OldestBatchFirst
 from titanlite.tools.simulate.reduction import reduce_gradients
@@ -114,12 +114,7 @@ def simulate(
     starts = cast("list[int]", may_be_stuck)  # None only where there is no separate weight gradient
     reductions = reduce_gradients(plan, starts) if plan.costs.reduce_gradients else []
     return Simulation(
-        plan,
-        starts,
-        extras,
-        reductions,
-        title,
-        details(plan, priority_order, order, needs),
+        plan, starts, extras, reductions, title, details(plan, priority_order, order, needs)
     )
 
 
@@ -170,7 +165,7 @@ def _check_all_ran(plan: Plan, starts: list[int | None]) -> None:
         is_free = plan.orders is None and plan.max_in_flight is None
         why = "the needs go in a circle" if is_free else f"{why}, or its needs go in a circle"
     listed = "; ".join(
-        f"worker {worker} is blocked at {work_at(plan, number)}"
+        f"worker {worker} is blocked at {plan.work(number)}"
         for worker, number in sorted(blocked.items())
     )
     raise SimulationError(f"{why}: {listed}")
@@ -272,35 +267,18 @@ def _read_orders(plan: Plan, order: Order) -> list[list[int]]:
 
     for worker in range(plan.num_workers):
         listed = ask("the order", listing, worker, f"worker {worker}")
-        is_same = worker > 0 or listed == ask("the order", listing, worker, "worker 0")
-        if not is_same:
+        if worker == 0 and listed != ask("the order", listing, worker, "worker 0"):
             raise SimulationError(
                 "the order changes its answer when it is called again for worker 0"
             )
         numbers = _quick_numbers(plan, listed, worker, seen)
-        if numbers is not None:
-            orders.append(numbers)
-            continue
-        numbers = []
-        for item in listed:
-            work = _as_work(item, worker)
-            number = _number(plan, work, worker)
-            if plan.worker(number) != worker:
-                raise SimulationError(
-                    f"the order puts {work} on worker {worker}, but the strategy puts it on worker "
-                    f"{plan.worker(number)}"
-                )
-            if seen[number]:
-                raise SimulationError(f"the order of worker {worker} lists {work} twice")
-            seen[number] = 1
-            if work.direction == Direction.WEIGHT:
-                plan.is_split[number - plan.num_chained] = 1
-            numbers.append(number)
+        if numbers is None:
+            numbers = [_listed_number(plan, item, worker, seen) for item in listed]
         orders.append(numbers)
     missing = seen.find(0, 0, plan.num_chained)
     if missing >= 0:
         raise SimulationError(
-            f"the order leaves out {work_at(plan, missing)}, which the strategy puts on worker "
+            f"the order leaves out {plan.work(missing)}, which the strategy puts on worker "
             f"{plan.worker(missing)}"
         )
     return orders
@@ -327,40 +305,22 @@ def _quick_numbers(plan: Plan, listed: list[Any], worker: int, seen: bytearray) 
     return numbers
 
 
-def _as_work(item: Work | Action, worker: int) -> Work:
-    if isinstance(item, Work):
-        return item
-    if isinstance(item, Action) and item.microbatch is not None:
-        if item.kind == FORWARD:
-            direction = Direction.FORWARD
-        else:
-            direction = Direction.WEIGHT if item.kind == BACKWARD_WEIGHT else Direction.BACKWARD
-        return Work(item.stage, item.microbatch, direction)
-    raise SimulationError(
-        f"the order of worker {worker} lists {item!r}; it must list Work(stage, batch, direction)"
-    )
-
-
-def _number(plan: Plan, work: Work, worker: int) -> int:
-    stage, batch, direction = work
-    if not all(isinstance(part, Integral) for part in work) or direction not in tuple(Direction):
+def _listed_number(plan: Plan, item: Any, worker: int, seen: bytearray) -> int:
+    """The number of a listed item, which is then seen."""
+    if isinstance(item, Action):
+        directions = {FORWARD: Direction.FORWARD, BACKWARD_WEIGHT: Direction.WEIGHT}
+        direction = directions.get(item.kind, Direction.BACKWARD)
+        item = Work(item.stage, item.microbatch, direction)  # type: ignore[arg-type]
+    number = plan.read(item, f"the order of worker {worker} lists")
+    work = plan.work(number)
+    if plan.worker(number) != worker:
         raise SimulationError(
-            f"the order of worker {worker} lists {work!r}; a Work has a stage, a batch and a "
-            "Direction"
+            f"the order puts {work} on worker {worker}, but the strategy puts it on worker "
+            f"{plan.worker(number)}"
         )
-    if not (0 <= stage < plan.num_stages and 0 <= batch < plan.num_batches):
-        raise SimulationError(
-            f"the order of worker {worker} lists {work}; stages are 0 to {plan.num_stages - 1}, "
-            f"batches 0 to {plan.num_batches - 1}"
-        )
-    return plan.number_of(stage, batch, direction)
-
-
-def work_at(plan: Plan, number: int) -> Work:
-    """The work item with `number` in `plan`."""
-    if number >= plan.num_chained:
-        batch, stage = divmod(number - plan.num_chained, plan.num_stages)
-        return Work(stage, batch, Direction.WEIGHT)
-    batch, k = divmod(number, 2 * plan.num_stages)
-    stage, direction = way_of_a_batch(plan.num_stages)[k]
-    return Work(stage, batch, direction)
+    if seen[number]:
+        raise SimulationError(f"the order of worker {worker} lists {work} twice")
+    seen[number] = 1
+    if work.direction == Direction.WEIGHT:
+        plan.is_split[number - plan.num_chained] = 1
+    return number

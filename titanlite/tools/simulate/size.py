@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from titanlite.tools.simulate.work import SimulationError
 
 MOST_SECONDS = 600.0
 
 # Measured with CPython 3.11 on one core of a small virtual machine, rounded up.
-_BYTES_PER_WORK_ITEM, _SECONDS_PER_WORK_ITEM = 60, 2e-6
-_BYTES_PER_LISTED_ITEM, _SECONDS_PER_LISTED_ITEM = 200, 4e-6  # the order of each worker is a list
-_BYTES_PER_WORKER, _SECONDS_PER_WORKER = 500, 2e-6
-_BYTES_PER_DRAWN_CELL, _SECONDS_PER_DRAWN_CELL = 700, 10e-6
+# Bytes and seconds of each.
+_WORK_ITEM, _LISTED_ITEM = (60, 2e-6), (200, 4e-6)  # listed: the order of each worker is a list
+_WORKER, _DRAWN_CELL = (500, 2e-6), (700, 10e-6)
 
 
 def check_size(
@@ -23,13 +23,10 @@ def check_size(
     `is_listed` says that the order of each worker is a list, which takes more.
     """
     items = 2 * num_stages * num_batches
-    each = _BYTES_PER_LISTED_ITEM if is_listed else _BYTES_PER_WORK_ITEM
-    each_seconds = _SECONDS_PER_LISTED_ITEM if is_listed else _SECONDS_PER_WORK_ITEM
     _check(
         f"{num_workers:,} workers, {num_stages:,} stages and {num_batches:,} batches make "
         f"{items:,} work items, which",
-        items * each + num_workers * _BYTES_PER_WORKER,
-        items * each_seconds + num_workers * _SECONDS_PER_WORKER,
+        [(items, *(_LISTED_ITEM if is_listed else _WORK_ITEM)), (num_workers, *_WORKER)],
         "simulate fewer workers, stages or batches",
     )
 
@@ -38,14 +35,16 @@ def check_drawing(num_cells: int) -> None:
     """Raise SimulationError if a picture of so many cells would take too long or too much."""
     _check(
         f"a picture of {num_cells:,} cells",
-        num_cells * _BYTES_PER_DRAWN_CELL,
-        num_cells * _SECONDS_PER_DRAWN_CELL,
+        [(num_cells, *_DRAWN_CELL)],
         "draw fewer workers, stages or batches, or only print the figures",
     )
 
 
-def _check(what: str, num_bytes: int, seconds: float, instead: str) -> None:
+def _check(what: str, parts: Sequence[tuple[int, int, float]], instead: str) -> None:
+    """Raise SimulationError if the `parts`, each (count, bytes, seconds), are too much."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    num_bytes = sum(count * each for count, each, _ in parts)
+    seconds = sum(count * each for count, _, each in parts)
     if num_bytes > memory or seconds > MOST_SECONDS:
         raise SimulationError(
             f"{what} would take about {_time(seconds)} and {_memory(num_bytes)} of memory; the "
@@ -61,5 +60,4 @@ def _time(seconds: float) -> str:
 
 
 def _memory(num_bytes: int) -> str:
-    gib = -(-num_bytes // 2**30)
-    return f"{gib:,} GiB"
+    return f"{-(-num_bytes // 2**30):,} GiB"

@@ -16,9 +16,7 @@ MOST_REASONS = 5
 
 
 def run_with_progress(
-    schemes: Sequence[str],
-    axes: Mapping[str, Sequence[Any]],
-    run: Callable[[str, Point], Row],
+    schemes: Sequence[str], axes: Mapping[str, Sequence[Any]], run: Callable[[str, Point], Row]
 ) -> Swept:
     """`run_sweep` with a bar on a terminal; Ctrl-C keeps what has run."""
     with counting_bar() as progress:
@@ -48,8 +46,10 @@ def show_sweep(swept: Swept, axes: Sequence[str]) -> str:
         lines.append(f"interrupted: {swept.num_done:,} of {swept.num_points:,} points have run")
     for reason, count in swept.failed.most_common(MOST_REASONS):
         first = swept.first_failed[reason]
-        where = first if count == 1 else f"{count:,} points cannot run, {first} first"
-        lines.append(f"{where}: {reason}" if count > 1 else f"{where} cannot run: {reason}")
+        which = (
+            f"{first} cannot run" if count == 1 else f"{count:,} points cannot run, {first} first"
+        )
+        lines.append(f"{which}: {reason}")
     if len(swept.failed) > MOST_REASONS:
         rest = swept.failed.total() - sum(n for _, n in swept.failed.most_common(MOST_REASONS))
         lines.append(f"{rest:,} points cannot run for other reasons")

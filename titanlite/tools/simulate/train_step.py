@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.schedule import Action, make_schedule
@@ -23,8 +23,6 @@ from titanlite.tools.simulate.collectives import (
 from titanlite.tools.simulate.exact import Number, exact
 from titanlite.tools.simulate.gpu import GPU
 from titanlite.tools.simulate.integer_model import (
-    IntegerAttention,
-    IntegerFeedForward,
     Matrix,
     Part,
     add,
@@ -192,19 +190,14 @@ class _StepOfRank:
         self.group = {axis: grid.group(gpu.global_rank, axis) for axis in grid.degrees}
         self.replicas = grid.group(gpu.global_rank, "dp", "ep", "cp")
         self.expert_replicas = grid.group(gpu.global_rank, "dp", "cp")
-        layers = workload.layers // self.degrees["pp"]
-        self.layers = range(self.at["pp"] * layers, (self.at["pp"] + 1) * layers)
-        self.is_first = self.at["pp"] == 0
-        self.is_last = self.at["pp"] == self.degrees["pp"] - 1
+        self.layers = split(range(workload.layers), self.at["pp"], self.degrees["pp"])
         self.uses_experts = self.degrees["ep"] > 1
         self.experts_here = workload.experts // self.degrees["ep"]
+        self.boundary = Fraction(workload.activation_units) / self.degrees["cp"]
+        self.shard_units = workload.layer_gradient_units / self.degrees["tp"]
         self.outcome = Outcome()
         self.outputs: dict[int, Matrix] = {}
         self.model = self._make_model()
-        self.attentions = {p.layer: p for p in self.model if isinstance(p, IntegerAttention)}
-        self.feed_forwards = {
-            (p.layer, p.expert): p for p in self.model if isinstance(p, IntegerFeedForward)
-        }
 
     def _make_model(self) -> list[Part]:
         """The rank's shards: of its layers, its heads and hidden units, and its experts."""
@@ -225,7 +218,8 @@ class _StepOfRank:
         )
 
     def step(self, microbatch_items: int) -> Outcome:
-        self.gpu.allocate("weights, gradients, optimizer", STATES * self._weight_units())
+        weight_units = self.shard_units * sum(part.share for part in self.model)
+        self.gpu.allocate("weights, gradients, optimizer", STATES * weight_units)
         items = self._items()
         microbatches = [
             items[start : start + microbatch_items]
@@ -246,24 +240,24 @@ class _StepOfRank:
         At any time, the ranks of an ep group therefore work on items of different experts.
         """
         parts = self.degrees["dp"] * self.degrees["ep"]
-        part = self.at["dp"] * self.degrees["ep"] + self.at["ep"]
-        count = self.workload.items // parts
-        items = list(range(part * count, (part + 1) * count))
-        first = self.at["ep"] * self.experts_here % count if self.uses_experts else 0
-        return items[first:] + items[:first]
+        items = split(
+            range(self.workload.items), self.at["dp"] * self.degrees["ep"] + self.at["ep"], parts
+        )
+        first = self.at["ep"] * self.experts_here % len(items) if self.uses_experts else 0
+        return [*items[first:], *items[:first]]
 
     def _run(self, action: Action, microbatches: list[list[int]]) -> None:
         """Run one pass of one microbatch, whose values are a matrix for each of its items."""
         assert action.microbatch is not None
-        items = microbatches[action.microbatch]
-        forward = action.kind == "F"
+        items, forward = microbatches[action.microbatch], action.kind == "F"
         kept = f"activations of microbatch {action.microbatch}"
-        size = self._boundary() * len(items)
+        size = self.boundary * len(items)
+        stages, stage = self.group["pp"], self.at["pp"]
+        source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
         if forward:
             self.gpu.allocate(kept, size * len(self.layers))
-        if not (self.is_first if forward else self.is_last):
-            source = self._stage_rank(-1 if forward else 1)
-            values = self.gpu.receive(source, f"{action} input", size)
+        if 0 <= source < len(stages):
+            values = self.gpu.receive(stages[source], f"{action} input", size)
         elif forward:
             values = [self._own_tokens(item) for item in items]
         else:
@@ -273,14 +267,13 @@ class _StepOfRank:
             if self.overlap and not forward and action.microbatch == len(microbatches) - 1:
                 with self.gpu.overlapped():
                     self._sum_gradients([layer])
-        if forward and self.is_last:
-            for item, x in zip(items, values, strict=True):
-                self.outcome.losses[item], self.outputs[item] = loss_of(x), x
         if not forward:
             self.gpu.free(kept)
-        if not (self.is_last if forward else self.is_first):
-            target = self._stage_rank(1 if forward else -1)
-            self.gpu.send(target, f"{action} output", size, values)
+        if 0 <= target < len(stages):
+            self.gpu.send(stages[target], f"{action} output", size, values)
+        elif forward:
+            for item, x in zip(items, values, strict=True):
+                self.outcome.losses[item], self.outputs[item] = loss_of(x), x
 
     def _own_tokens(self, item: int) -> Matrix:
         x = make_input(item, self.workload.tokens, self.workload.width)
@@ -288,88 +281,60 @@ class _StepOfRank:
 
     def _layer(self, kind: str, layer: int, items: list[int], values: list[Matrix]) -> list[Matrix]:
         """Run attention and feed-forward of one layer, or their backwards in reverse order."""
-        parts = [self._attention, self._experts if self.uses_experts else self._feed_forward]
-        for run in parts if kind == "F" else reversed(parts):
+        attention, *others = [part for part in self.model if part.layer == layer]
+        runs = [
+            partial(self._tensor_parallel, attention),
+            partial(self._experts, others)
+            if self.uses_experts
+            else partial(self._tensor_parallel, others[0]),
+        ]
+        for run in runs if kind == "F" else reversed(runs):
             added = run((kind, layer), items, values)
             values = [add(*each) for each in zip(values, added, strict=True)]
         return values
 
-    def _attention(
-        self, work: tuple[str, int], items: list[int], values: list[Matrix]
-    ) -> list[Matrix]:
-        return self._tensor_parallel(self.attentions[work[1]], work, items, values)
-
-    def _feed_forward(
-        self, work: tuple[str, int], items: list[int], values: list[Matrix]
-    ) -> list[Matrix]:
-        return self._tensor_parallel(self.feed_forwards[work[1], None], work, items, values)
-
     def _experts(
-        self, work: tuple[str, int], items: list[int], values: list[Matrix]
+        self, own: list[Part], work: tuple[str, int], items: list[int], values: list[Matrix]
     ) -> list[Matrix]:
         """Send each item to the rank of its expert, compute it there, and send it back."""
-        ranks, here = self.group["ep"], self.experts_here
+        ranks, here, experts = self.group["ep"], self.experts_here, self.workload.experts
         outgoing: list[list[tuple[int, Matrix]]] = [[] for _ in ranks]
         for item, x in zip(items, values, strict=True):
-            outgoing[item % self.workload.experts // here].append((item, x))
-        arrived = all_to_all(self.gpu, ranks, f"dispatch {work}", self._boundary(), outgoing)
-        returning: list[list[tuple[int, Matrix]]] = []
-        for visitors in arrived:
-            returning.append([])
-            for item, x in visitors:
-                expert = self.feed_forwards[work[1], item % self.workload.experts]
-                y = self._tensor_parallel(expert, work, [item], [x])[0]
-                returning[-1].append((item, y))
-        back = all_to_all(self.gpu, ranks, f"combine {work}", self._boundary(), returning)
+            outgoing[item % experts // here].append((item, x))
+        arrived = all_to_all(self.gpu, ranks, f"dispatch {work}", self.boundary, outgoing)
+        returning = [
+            [
+                (item, self._tensor_parallel(own[item % experts % here], work, [item], [x])[0])
+                for item, x in visitors
+            ]
+            for visitors in arrived
+        ]
+        back = all_to_all(self.gpu, ranks, f"combine {work}", self.boundary, returning)
         found = dict(visitor for visitors in back for visitor in visitors)
         return [found[item] for item in items]
 
     def _tensor_parallel(
-        self,
-        part: Part,
-        work: tuple[str, int],
-        items: list[int],
-        values: list[Matrix],
+        self, part: Part, work: tuple[str, int], items: list[int], values: list[Matrix]
     ) -> list[Matrix]:
         """Compute this rank's partial sums of the matrix products, then all-reduce them."""
         ranks = self.group["tp"]
         ways = len(ranks) * self.degrees["cp"]
         units = part.share * self.workload.layer_units(work[0]) * len(items) / ways
-        weights = part.share * self.workload.layer_gradient_units / len(ranks)
+        weights = part.share * self.shard_units
         self.gpu.compute(f"{work}", units, memory_units=weights, work=(*work, items[0]))
         run = part.forward if work[0] == "F" else part.backward
-        partial = [run(item, x) for item, x in zip(items, values, strict=True)]
-        size = self._boundary() * len(items)
-        total = ring_all_reduce(self.gpu, ranks, f"all-reduce {work}", size, flatten(partial))
-        return unflatten(total, partial)
+        sums = [run(item, x) for item, x in zip(items, values, strict=True)]
+        size = self.boundary * len(items)
+        total = ring_all_reduce(self.gpu, ranks, f"all-reduce {work}", size, flatten(sums))
+        return unflatten(total, sums)
 
     def _sum_gradients(self, layers: Sequence[int]) -> None:
         """Sum the gradients of `layers` over the ranks that have the same weights."""
-        shared, per_expert = (units * len(layers) for units in self._layer_units())
         here = [part for part in self.model if part.layer in layers]
-        replicated = [part for part in here if part.expert is None]
-        self._sum("gradients", self.replicas, shared, replicated)
-        for expert in sorted({part.expert for part in here if part.expert is not None}):
-            own = [part for part in here if part.expert == expert]
-            self._sum(f"gradients of expert {expert}", self.expert_replicas, per_expert, own)
-
-    def _sum(self, name: str, ranks: list[int], units: Fraction, parts: Sequence[Part]) -> None:
-        total = self.sum_gradients(self.gpu, ranks, name, units, gradients_of(parts))
-        set_gradients(parts, total)
-
-    def _stage_rank(self, step: int) -> int:
-        return self.group["pp"][self.at["pp"] + step]
-
-    def _boundary(self) -> Fraction:
-        return Fraction(self.workload.activation_units) / self.degrees["cp"]
-
-    def _layer_units(self) -> tuple[Fraction, Fraction]:
-        """Gradient sizes of one layer on this rank: the shared parameters, and one expert."""
-        units = self.workload.layer_gradient_units / self.degrees["tp"]
-        if self.uses_experts:
-            return IntegerAttention.share * units, IntegerFeedForward.share * units
-        return units, Fraction(0)
-
-    def _weight_units(self) -> Fraction:
-        shared, per_expert = self._layer_units()
-        return (shared + self.experts_here * per_expert) * len(self.layers)
+        for expert in dict.fromkeys(part.expert for part in here):
+            parts = [part for part in here if part.expert == expert]
+            ranks = self.replicas if expert is None else self.expert_replicas
+            name = "gradients" if expert is None else f"gradients of expert {expert}"
+            units = self.shard_units * sum(part.share for part in parts)
+            total = self.sum_gradients(self.gpu, ranks, name, units, gradients_of(parts))
+            set_gradients(parts, total)

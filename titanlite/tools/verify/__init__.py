@@ -31,3 +31,20 @@ Of jobs alone:
 Only the modules that run on ranks import torch. Those that start ranks import them inside the
 functions that they send there.
 """
+
+from typing import TYPE_CHECKING
+
+from titanlite.lazy import lazy
+
+if TYPE_CHECKING:
+    from titanlite.tools.verify.from_python import VerifyResult as VerifyResult
+    from titanlite.tools.verify.program.comparison import Comparer as Comparer
+    from titanlite.tools.verify.program.comparison import Comparison as Comparison
+
+PUBLIC = {
+    "from_python": ("VerifyResult",),
+    "program.comparison": ("Comparer", "Comparison"),
+}
+"""The public names, by module."""
+
+lazy(__name__, PUBLIC)

@@ -110,7 +110,7 @@ class Accumulation:
             f"model.name: on one process the same batch gives another {_what(first)} at step "
             f"{first.step} the second time (difference {first.difference:.0e}), so the model "
             f"is random{which}; set dropout to 0 to verify, or draw what depends on the sample "
-            "alone, by titanlite.TokenDropout and titanlite.keyed_normal (docs/randomness.md)"
+            "alone, by TokenDropout and keyed_normal of titanlite.modules (docs/randomness.md)"
         )
 
     def _mixing(self, job: ResolvedJob) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING
 
 from titanlite.config import override, resolve_job
@@ -14,9 +15,14 @@ from titanlite.tools.verify.job_runs import JobRuns, Reference, failure
 from titanlite.tools.verify.jobs import JobRun, Patch, features_off
 from titanlite.tools.verify.record import RankRun, RankTrace, ReferenceTrace
 from titanlite.tools.verify.result import Verification
+from titanlite.tools.verify.wording import told_apart
 
 if TYPE_CHECKING:
     from titanlite.ranks.world import World
+
+EVALUATED = {"validation", "metric"}
+# The relative difference below which two runs of one step are the same, in float64.
+SAME = 1e-9
 
 
 def find_causes(
@@ -37,36 +43,68 @@ def find_causes(
         found,
         job=found.job,
     )
+    first = {f.kind for f in found.failures if f.step == evidence.step}
+    if first and first <= EVALUATED:
+        # If training is wrong too, that is diagnosed.
+        later = [f.step for f in found.failures if f.kind not in EVALUATED]
+        evidence.later, evidence.evaluates = min(later, default=None), not later
     step = max(1, evidence.step)
     lost: list[str] = []
     try:
         _trace(runs, evidence, reference, step, patch)
+        if lost := _not_replayed(evidence) if evidence.step else []:
+            # Only what was measured counts, and another run of the plan would show nothing.
+            evidence.traces, evidence.reference_trace = (), None
         kinds = ("start", "loss", "norm", "gradient", "weight", "state")
-        if any(map(evidence.failed, kinds)):
+        if not lost and any(map(evidence.failed, kinds)):
             evidence.cured_by = find_cures(runs, found, reference, step, patch)
     except TitanliteError as error:
         lost = [f"recording step {step} in detail failed ({failure(error)})"]
-    return diagnose(evidence, QUESTIONS_OF_JOB) + lost
+    causes = diagnose(evidence, QUESTIONS_OF_JOB)
+    return [*lost, *causes] if causes[0].startswith("unexplained") else [*causes, *lost]
+
+
+def _not_replayed(e: JobEvidence) -> list[str]:
+    """Whether a step has other numbers when it is run again, in a sentence."""
+    for run, trace in zip(e.runs, e.traces, strict=False):
+        seen, step = run.steps[e.step], e.step
+        squares = sum(one.aa for one in seen.gradients.values())
+        for what, own, again in (
+            ("loss", seen.loss, trace.loss),
+            ("sum of squared gradients", squares, trace.squares),
+        ):
+            if trace.loss is None or again is None or not math.isfinite(own + again):
+                continue
+            if not math.isclose(own, again, rel_tol=SAME):
+                shown = told_apart(own, again)
+                return [
+                    f"step {step} has another {what} when the same steps are run again "
+                    f"({shown[1]} instead of {shown[0]} on rank {run.rank}), so what is wrong "
+                    "depends on the state of the process, such as a counter or a cache, on random "
+                    "numbers or on timing. No module can be named"
+                ]
+    return []
 
 
 def _trace(
     runs: JobRuns, evidence: JobEvidence, reference: Reference, step: int, patch: Patch | None
 ) -> None:
-    """Add the recordings of `step` to the evidence."""
+    """Add the recordings of `step`, or of the validation after it, to the evidence."""
     job, alone, folder = evidence.job, reference.job, reference.folder
-    names = evidence.failed("gradient")
+    names, evaluates = evidence.failed("gradient"), evidence.evaluates
 
     def trace_alone(world: World) -> ReferenceTrace:
         from titanlite.tools.verify.job_trace import trace_reference
 
-        return trace_reference(world, alone, step, folder, job, names)
+        return trace_reference(world, alone, step, folder, job, names, evaluates=evaluates)
 
     known = evidence.reference_trace = runs.pools.alone(trace_alone)
 
     def trace_rank(world: World) -> RankTrace:
         from titanlite.tools.verify.job_trace import trace_plan
 
-        return trace_plan(world, job, step, folder, names, known.modules, patch)
+        modules = known.modules
+        return trace_plan(world, job, step, folder, names, modules, patch, evaluates=evaluates)
 
     evidence.traces = runs.pools.of(job.dims.world_size).call(trace_rank)
 

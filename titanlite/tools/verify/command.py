@@ -19,6 +19,7 @@ from titanlite.start import check_start
 from titanlite.tools.options import count, require_writable, split_options, write
 from titanlite.tools.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stable
 from titanlite.tools.verify.junit import Case, to_junit
+from titanlite.tools.verify.shrink import read_small
 
 HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
        titanlite verify --matrix [CONFIG.toml] [--ranks N] [--output FOLDER] [options]
@@ -111,15 +112,10 @@ def verify_one(options: Options) -> int:
         options.job.append("--comm.mode=default")
 
     def read(changes: Mapping[str, Any]) -> Reading:
-        texts = [f"--{k}={'none' if v is None else v}" for k, v in changes.items()]
-        return read_job([*options.job, *texts], needs_file=EXAMPLE)
+        words = (f"--{key}={'none' if v is None else v}" for key, v in changes.items())
+        return read_job([*options.job, *words], needs_file=EXAMPLE)
 
-    if options.shrink:
-        from titanlite.tools.verify.shrink import shrink_job
-
-        reading, shrunk = shrink_job(read)
-    else:
-        reading, shrunk = read({}), []
+    reading, shrunk = read_small(read) if options.shrink else (read({}), [])
     start = check_start(reading, threads=options.threads or (False if options.processes else None))
     config = start.job.config
     if options.replay_routing and not num_experts(config, start.job.model):

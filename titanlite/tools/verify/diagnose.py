@@ -35,6 +35,7 @@ from titanlite.tools.verify.passes import (
     explain_loss,
     explain_recomputation,
     unexplained,
+    wrong_backward,
 )
 from titanlite.tools.verify.updates import (
     explain_buffers,
@@ -47,6 +48,7 @@ from titanlite.tools.verify.updates import (
     explain_update,
     explain_validation,
 )
+from titanlite.tools.verify.wording import Explained, agree, name_parameters
 
 E = TypeVar("E", bound=Evidence)
 
@@ -56,10 +58,39 @@ def diagnose(evidence: E, questions: Iterable[Callable[[E], Iterable[str]]]) -> 
     found: list[str] = []
     for ask in questions:
         found += [sentence for sentence in ask(evidence) if sentence not in found]
-    if not found:
+        if found and ask in CONCLUSIVE:
+            break
+    found = _by_coverage(evidence, found)
+    # Replicas differ as a result of most errors.
+    splits = list(explain_replicas(evidence))
+    if not found and (evidence.found.failures or not splits):
         found = [unexplained(evidence)]
+    found += splits
     found += _growth(evidence)
     return found
+
+
+def _by_coverage(e: Evidence, found: list[str]) -> list[str]:
+    """The sentences about gradients, those that explain most first, and what they leave open."""
+    places = [index for index, one in enumerate(found) if isinstance(one, Explained)]
+    own = [one for one in found if isinstance(one, Explained)]
+    kept, explained = [], set[str]()
+    for one in sorted(own, key=lambda one: -len(one.names)):
+        if one.names - explained:
+            kept.append(one)
+            explained |= one.names
+    rest = [found[index] for index in range(len(found)) if index not in places]
+    if not kept:
+        return rest
+    first = places[0]
+    left = sorted(set(e.failed("gradient")) - explained) if first == 0 else []
+    more: list[str] = [*kept]
+    if len(left) > len(explained) or (left and wrong_backward(e)):
+        more.insert(0 if len(left) > len(explained) else len(kept), unexplained(e, left))
+    elif left:
+        shown = name_parameters(left, e.runs, "gradient")
+        more[0] += f". This does not explain {shown}, which {agree(shown, 'differ')} too"
+    return [*rest[:first], *more, *rest[first:]]
 
 
 def _growth(e: Evidence) -> list[str]:
@@ -88,6 +119,9 @@ def _growth(e: Evidence) -> list[str]:
     ]
 
 
+CONCLUSIVE: set[Callable[..., Iterable[str]]] = {explain_start, explain_data}
+"""With other weights or other data, everything after them differs too."""
+
 QUESTIONS_OF_JOB = (
     explain_shards,
     explain_start,
@@ -114,5 +148,4 @@ QUESTIONS_OF_JOB = (
     explain_validation,
     explain_metrics,
     explain_reloaded,
-    explain_replicas,
 )

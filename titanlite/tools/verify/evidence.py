@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from titanlite.config import ResolvedJob
@@ -12,12 +13,13 @@ from titanlite.tools.verify.jobs import microbatch_size
 from titanlite.tools.verify.record import (
     Agreement,
     RankRun,
+    RankStep,
     RankTrace,
     ReferenceStep,
     ReferenceTrace,
 )
 from titanlite.tools.verify.result import Result
-from titanlite.tools.verify.wording import name_factor
+from titanlite.tools.verify.wording import listed, name_factor, name_ranks, told_apart
 
 # A factor explains a difference if the residual is below this share of the whole.
 EXPLAINED = 1e-6
@@ -40,9 +42,16 @@ class Evidence:
     is_split: bool = True
     """Whether a sum over ranks should give the loss: not so if all have the same batch."""
 
+    evaluates: bool = False
+    """Whether the traces are of a validation, not of a step."""
+    later: int | None = None
+    """A step in which training differs, if before it only a validation does."""
+
     @property
     def step(self) -> int:
-        """The first step in which something differs."""
+        """The first step in which something differs, or `later`."""
+        if self.later is not None:
+            return self.later
         # Replicas that differ from each other also differ from the reference, which is a failure.
         steps = [f.step for f in self.found.failures] or [s.step for s in self.found.splits]
         return min(steps, default=1)
@@ -63,8 +72,11 @@ class Evidence:
         names = {name for run in self.runs for name in run.placements}
         return {name: place[m] for name in names if (m := holder_of(name)) in place}
 
-    def factor(self, value: float) -> str:
-        """The degree or count of the run that `value` equals, in words; "" for none."""
+    def factor(self, value: float, names: Iterable[str] = ()) -> str:
+        """The degree or count of the run that `value` equals, in words; "" for none.
+
+        `names` are the gradients that have this factor.
+        """
         return name_factor(value, self.dims)
 
 
@@ -80,7 +92,7 @@ class JobEvidence(Evidence):
         """Microbatches per rank and step."""
         return self.job.global_batch_size // self.job.dims.dp // microbatch_size(self.job)
 
-    def factor(self, value: float) -> str:
+    def factor(self, value: float, names: Iterable[str] = ()) -> str:
         return name_factor(
             value,
             self.dims,
@@ -121,3 +133,14 @@ def ranks_of(e: Evidence, difference: Callable[[RankRun], float]) -> list[int]:
     values = {run.rank: difference(run) for run in e.runs}
     largest = max(values.values())
     return [rank for rank, value in values.items() if value > 0 and value >= 1e-4 * largest]
+
+
+def by_rank(e: Evidence, number: Callable[[RankStep], float]) -> str:
+    """Numbers that differ between ranks, each with the ranks that have it."""
+    ranks: dict[float, list[int]] = defaultdict(list)
+    for run in e.runs:
+        ranks[number(run.steps[e.step])].append(run.rank)
+    shown = zip(told_apart(*ranks), ranks.values(), strict=True)
+    return listed(
+        (f"{value} {name_ranks(own, e.runs, range(len(e.runs)))}" for value, own in shown), 3
+    )

@@ -51,7 +51,7 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
         rows = _rows(seen, len(known[layer]))
         copies = max(1, sum(rows) // max(1, sum(known[layer])))
         if rows != [copies * count for count in known[layer]]:
-            yield _wrong_rows(layer, rows, known[layer])
+            yield _wrong_rows(layer, rows, known[layer], are_sent=e.dims.ep_enabled)
             return
         if outputs_differ(e, f"{layer}.experts"):
             ranks = [
@@ -62,9 +62,15 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
             yield (
                 f"{layer} routes every token as one process does, and each expert computes as many "
                 f"rows as there, but the output of {layer}.experts differs, "
-                f"{name_ranks(ranks, e.runs, seen)}: rows reach another expert's weights, or "
-                "outputs are combined in another order than they were sent. Check the offset of "
-                "each rank's first expert, and that the order of dispatch is undone exactly"
+                f"{name_ranks(ranks, e.runs, seen)}: "
+                + (
+                    "rows reach another expert's weights, or outputs are combined in another order "
+                    "than they were sent. Check the offset of each rank's first expert, and that "
+                    "the order of dispatch is undone exactly"
+                    if e.dims.ep_enabled
+                    else "its weights or its product differ, or outputs are combined in another "
+                    "order than their rows"
+                )
             )
             return
         if outputs_differ(e, f"{layer}.shared_experts"):
@@ -113,16 +119,17 @@ def _rows(seen: dict[int, ExpertTrace], num_experts: int) -> list[int]:
     ]
 
 
-def _wrong_rows(layer: str, rows: Sequence[int], known: Sequence[int]) -> str:
+def _wrong_rows(layer: str, rows: Sequence[int], known: Sequence[int], *, are_sent: bool) -> str:
     wrong = [expert for expert, count in enumerate(rows) if count != known[expert]]
     shown = listed(
         (f"expert {expert} computes {rows[expert]} rows, not {known[expert]}" for expert in wrong),
         3,
     )
-    return (
-        f"{layer} routes every token as one process does, but {shown}: rows are lost, padded or "
-        "sent to the wrong rank on their way to the experts. Compare the counts that ranks "
-        "exchange with the rows that they send"
+    return f"{layer} routes every token as one process does, but {shown}: rows are lost" + (
+        ", padded or sent to the wrong rank on their way to the experts. Compare the counts that "
+        "ranks exchange with the rows that they send"
+        if are_sent
+        else " or padded before the experts' products"
     )
 
 

@@ -26,6 +26,7 @@ from titanlite.training.metrics import ValidationResult
 
 # Reductions of at most this many elements are losses, norms and counts, not gradients.
 MOST_NUMBERS = 16
+TENSORS = "the tensors that are the model's parameters"
 
 
 def optimizer_problems(job: Job) -> tuple[str, ...]:
@@ -101,9 +102,38 @@ def wrong_validation(job: Job, shown: float) -> Iterator[str]:
         )
 
 
-def validate_unchanged(job: Job, problems: list[str]) -> ValidationResult:
-    """Run a validation; adds to `problems` any training state that it changes."""
+def stale_parameters(
+    job: Job, step: int, parameters: Mapping[str, torch.nn.Parameter]
+) -> Iterator[str]:
+    """Whether modules use other tensors than before the first step, or than the optimizer's.
+
+    `parameters` are those before the first step.
+    """
+    updated = {id(p) for group in job.trainer.optimizer.param_groups for p in group["params"]}
+    stale = [
+        name
+        for name, one in job.parameters.items()
+        if one is not parameters.get(name) or (one.requires_grad and id(one) not in updated)
+    ]
+    if stale:
+        more = f" and {len(stale) - 1} other parameters" if len(stale) > 1 else ""
+        yield (
+            f"after step {step} the modules hold other tensors for {stale[0]}{more} than those "
+            "that the optimizer updates, so later steps compute with stale weights. If FSDP leaves "
+            "a unit gathered after the backward pass, reshard it before the next step"
+        )
+
+
+def validate_unchanged(
+    job: Job, problems: list[str], *, is_stale: bool = False
+) -> ValidationResult:
+    """Run a validation; adds to `problems` any training state that it changes.
+
+    With `is_stale`, the model's parameters were wrong before.
+    """
     before = _training_state(job)
+    if is_stale:
+        before.pop(TENSORS)
     found = job.validate()
     after = _training_state(job)
     for what, value in before.items():
@@ -123,7 +153,7 @@ def _training_state(job: Job) -> dict[str, list[Any]]:
         "which modules are in training mode": [m.training for p in job.parts for m in p.modules()],
         "gradients": [parameter.grad is None for parameter in job.parameters.values()],
         # Compared by identity: FSDP registers other tensors while parameters are gathered.
-        "the tensors that are the model's parameters": [id(p) for p in job.parameters.values()],
+        TENSORS: [id(p) for p in job.parameters.values()],
     }
 
 

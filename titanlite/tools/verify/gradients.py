@@ -7,11 +7,25 @@ that are summed with wrong coefficients.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from titanlite.tools.verify.evidence import EXPLAINED, Evidence, JobEvidence, holder_of, pooled
+from titanlite.tools.verify.evidence import (
+    EXPLAINED,
+    WRONG,
+    Evidence,
+    JobEvidence,
+    holder_of,
+    pooled,
+)
 from titanlite.tools.verify.shares import describe_shares
-from titanlite.tools.verify.wording import be, is_near, name_parameters, name_ranks
+from titanlite.tools.verify.wording import (
+    Explained,
+    be,
+    is_near,
+    name_parameters,
+    name_ranks,
+    times,
+)
 
 
 def explain_gradients(e: Evidence) -> Iterator[str]:
@@ -36,7 +50,7 @@ def explain_gradients(e: Evidence) -> Iterator[str]:
     if absent:
         who = name_parameters(absent, e.runs, "gradient")
         names = {name for run in e.runs for name in run.placements}
-        yield (
+        yield Explained(
             f"{who} {be(who)} missing at the optimizer step. "
             + (
                 "The wrapper (FSDP, DDP) was told not to reduce them and still holds them. Enable "
@@ -44,9 +58,11 @@ def explain_gradients(e: Evidence) -> Iterator[str]:
                 if absent == names
                 else "Either the backward pass does not reach the parameters, because the forward "
                 "pass detaches a tensor, or their wrapper (FSDP, DDP) was told not to reduce them"
-            )
+            ),
+            absent,
         )
-    by_rank = list(_factors_of_ranks(e, wrong))
+    yield from _exchanged(e, wrong)
+    by_rank = list(_factors_of_ranks(e, wrong)) or list(_right_copies(e, wrong))
     yield from by_rank
     if not by_rank:
         yield from missing_sums(e, wrong)
@@ -68,6 +84,61 @@ def explain_cells(e: JobEvidence) -> Iterator[str]:
         )
 
 
+def _exchanged(e: Evidence, wrong: list[str]) -> Iterator[str]:
+    """Gradients that are those of other parameters, on every rank that holds them."""
+    pairs = {}
+    for name in wrong:
+        holders = {run.rank for run in e.runs if name in run.steps[e.step].gradients}
+        others = {t.rank: t.same_as.get(name, "") for t in e.traces if t.rank in holders}
+        if len(found := set(others.values())) == 1 and len(others) == len(holders):
+            pairs[name] = found.pop()
+    yield from describe_exchanged(
+        {name: other for name, other in pairs.items() if other}, "gradient"
+    )
+
+
+def describe_exchanged(pairs: Mapping[str, str], what: str) -> Iterator[str]:
+    """`pairs` has for each wrong tensor the one whose value it has."""
+    if not pairs:
+        return
+    first, other = next(iter(pairs.items()))
+    more = f", and so on for {len(pairs)} {what}s" if len(pairs) > 2 else ""
+    if pairs.get(other) == first:
+        yield Explained(
+            f"{first} and {other} are exchanged: each has the {what} that the other has on one "
+            f"process{more}. Look at how tensors are matched with names, or at their order",
+            pairs,
+        )
+    else:
+        yield Explained(
+            f"the {what} of {first} is that of {other} on one process{more}. Look at how tensors "
+            "are matched with names, or at their order",
+            pairs,
+        )
+
+
+def _right_copies(e: Evidence, wrong: list[str]) -> Iterator[str]:
+    """Gradients of which the copies on some ranks are right, and those on others wrong."""
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = defaultdict(list)
+    for name in wrong:
+        parts = {r.rank: p for r in e.runs if (p := r.steps[e.step].gradients.get(name))}
+        right = tuple(rank for rank, part in parts.items() if part.difference <= WRONG)
+        bad = tuple(rank for rank in parts if rank not in right)
+        is_copy = all(
+            how == "replicated" for r in bad for how in e.runs[r].placements[name].values()
+        )
+        if right and bad and is_copy and all(parts[rank].digest for rank in bad):
+            found[right, bad].append(name)
+    for (right, bad), names in found.items():
+        who = name_parameters(names, e.runs, "gradient")
+        yield Explained(
+            f"{who} {be(who)} correct {name_ranks(right, e.runs, (*right, *bad))}, but wrong "
+            f"{name_ranks(bad, e.runs, (*right, *bad))}, although all hold copies: "
+            "what completes the gradient there differs, or is missing",
+            names,
+        )
+
+
 def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
     """Gradients that are correct once summed over an axis."""
     by_axis: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -85,25 +156,28 @@ def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
         if before := _all_before(e, wrong, names):
             others = name_parameters(before, e.runs, "gradient")
             last = max(names, key=e.parameter_order.__getitem__)
-            yield (
+            yield Explained(
                 f"{who} {be(who)} correct only after a sum over {axis}{words}, and {others}, of "
                 f"earlier modules, {be(others)} wrong as a result: the module that reads the "
                 f"output of {holder_of(last)} returns a gradient of its input that is still "
-                f"Partial over {axis}. All-reduce it over {axis} in that module's backward pass"
+                f"Partial over {axis}. All-reduce it over {axis} in that module's backward pass",
+                [*names, *before],
             )
             continue
         if axis == "pp":
-            yield (
+            yield Explained(
                 f"{who} {be(who)} correct only after a sum over the stages that hold a copy of "
                 f"this weight{words}: each stage has only the gradient of its own use of the "
-                "weight. Sum the gradients of the copies before the optimizer step"
+                "weight. Sum the gradients of the copies before the optimizer step",
+                names,
             )
             continue
         is_of_plan = axis == "tp" and isinstance(e, JobEvidence)
         named = ", or name it in partial_gradients of the ParallelPlan" if is_of_plan else ""
-        yield (
+        yield Explained(
             f"{who} {be(who)} correct only after a sum over {axis}{words}: each rank has the "
-            f"gradient of its own tokens only. Add the missing all-reduce over {axis}{named}"
+            f"gradient of its own tokens only. Add the missing all-reduce over {axis}{named}",
+            names,
         )
 
 
@@ -139,11 +213,12 @@ def _factors_of_ranks(e: Evidence, wrong: list[str]) -> Iterator[str]:
     for (ranks, factor), names in found.items():
         who = name_parameters(names, e.runs, "gradient")
         same = e.factor(factor)
-        yield (
-            f"{who} {be(who)} {factor:.6g} times as large as on one process, "
+        yield Explained(
+            f"{who} {be(who)} {times(factor)} as large as on one process, "
             f"{name_ranks(ranks, e.runs, range(len(e.runs)))}, but correct on the other ranks"
             f"{f'; {factor:.6g} is {same}' if same else ''}. Look for a scaling or a reduction "
-            "that differs between ranks"
+            "that differs between ranks",
+            names,
         )
 
 
@@ -173,11 +248,12 @@ def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
         groups[known].append(name)
     for factor, names in sorted(groups.items(), key=lambda item: -len(item[1])):
         who = name_parameters(names, e.runs, "gradient")
-        same = e.factor(factor)
+        same = e.factor(factor, names)
         if factor == 0 or abs(factor) < EXPLAINED:
-            yield (
+            yield Explained(
                 f"{who} {be(who)} zero: the backward pass stops before these parameters. Look for "
-                "a detached tensor in the forward pass"
+                "a detached tensor in the forward pass",
+                names,
             )
         elif same:
             often = "twice" if "the square of" in same else "once"
@@ -187,9 +263,10 @@ def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
                 else "averaged instead of summed, or divided once too often"
             )
             loss = "" if e.failed("loss") else ". The loss agrees"
-            yield (
-                f"{who} {be(who)} {factor:.6g} times as large as on one process, and {factor:.6g} "
-                f"is {same}: {'it is' if be(who) == 'is' else 'they are'} {verb}{loss}"
+            yield Explained(
+                f"{who} {be(who)} {times(factor)} as large as on one process, and {factor:.6g} "
+                f"is {same}: {'it is' if be(who) == 'is' else 'they are'} {verb}{loss}",
+                names,
             )
         else:
-            yield f"{who} {be(who)} {factor:.6g} times as large as on one process"
+            yield Explained(f"{who} {be(who)} {times(factor)} as large as on one process", names)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from titanlite.mesh.parallel_dims import axes_where
 from titanlite.tools.verify.differences import same_shards
 from titanlite.tools.verify.evidence import Evidence, JobEvidence, ranks_of, worst
+from titanlite.tools.verify.gradients import describe_exchanged
 from titanlite.tools.verify.wording import listed, name_parameters, name_ranks
 
 
@@ -33,6 +34,9 @@ def explain_start(e: Evidence) -> Iterator[str]:
     wrong = e.failed("start")
     if not wrong:
         return
+    if pairs := _exchanged_starts(e, wrong):
+        yield from describe_exchanged(pairs, "starting value")
+        return
     shown = name_parameters(wrong, e.runs, "parameter")
     if alike := sorted(set(same_shards(e.runs)) & set(wrong)):
         yield (
@@ -54,6 +58,20 @@ def explain_start(e: Evidence) -> Iterator[str]:
         f"starting values differ from those on one process, {where}: {shown}. Look at how they are "
         "drawn and sharded"
     )
+
+
+def _exchanged_starts(e: Evidence, wrong: list[str]) -> dict[str, str]:
+    """Parameters that start, on every rank, with the values of another one."""
+    pairs = {}
+    for name in wrong:
+        same = None
+        for run in e.runs:
+            if (own := run.steps[0].weights.get(name)) is not None:
+                others = {n for n, digest in run.expected_shards.items() if digest == own.digest}
+                same = others - {name} if same is None else same & others
+        if same:
+            pairs[name] = min(same)
+    return pairs
 
 
 def explain_data(e: JobEvidence) -> Iterator[str]:

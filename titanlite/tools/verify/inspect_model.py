@@ -41,11 +41,21 @@ def find_narrowed(job: Job, batches: list[Batch]) -> tuple[str, ...]:
 
 def narrowed_in(model: nn.Module, run: Callable[[], Any]) -> tuple[str, ...]:
     """The modules of `model` that convert a tensor to a narrower dtype while `run` runs it."""
-    layers = model.named_modules()
-    watch = _Conversions({name for name, layer in layers if isinstance(layer, Float8Linear)})
-    with torch.no_grad(), unchanged_buffers(model), inside_modules(model) as watch.inside, watch:
+    with torch.no_grad(), unchanged_buffers(model), watched(model) as found:
         run()
-    return tuple(watch.found)
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module, outside: str = "the model") -> Iterator[Collection[str]]:
+    """Inside, conversions to a narrower dtype are added to what it yields.
+
+    They have the name of the innermost module, or else `outside`. Backward passes are left out.
+    """
+    layers = model.named_modules()
+    watch = _Conversions({n for n, layer in layers if isinstance(layer, Float8Linear)}, outside)
+    with inside_modules(model) as watch.inside, watch:
+        yield watch.found
 
 
 def find_mixing(world: World, resolved: ResolvedJob) -> Mixing:
@@ -113,9 +123,9 @@ def find_random(world: World, resolved: ResolvedJob) -> str:
 class _Conversions(TorchDispatchMode):
     """Records conversions to a narrower floating-point dtype, by innermost module."""
 
-    def __init__(self, left_out: Collection[str]) -> None:
+    def __init__(self, left_out: Collection[str], outside: str) -> None:
         super().__init__()
-        self.left_out = left_out
+        self.left_out, self.outside = left_out, outside
         self.found: dict[str, None] = {}
         self.inside: list[tuple[str, int]] = []
 
@@ -128,10 +138,11 @@ class _Conversions(TorchDispatchMode):
             and given.is_floating_point()
             and output.is_floating_point()
             and output.dtype.itemsize < given.dtype.itemsize
+            and torch._C._current_graph_task_id() == -1
         ):
             where = self.inside[-1][0] if self.inside else ""
             if where in self.left_out:
                 return output
             dtypes = f"{given.dtype} to {output.dtype}".replace("torch.", "")
-            self.found[f"{where or 'the model'} ({dtypes})"] = None
+            self.found[f"{where or self.outside} ({dtypes})"] = None
         return output

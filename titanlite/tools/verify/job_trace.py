@@ -7,6 +7,7 @@ trace_plan        compares this rank's outputs with them, and its gradients with
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from titanlite.config import ResolvedJob
 from titanlite.job import Job
 from titanlite.modules.batch import Batch, has_own_inputs, join, takes
 from titanlite.modules.names import canonical_name
+from titanlite.modules.shards import local_part
 from titanlite.observe.failing import styles_of
 from titanlite.parallelize.float8.linear import Float8Linear
 from titanlite.ranks.world import World
@@ -39,10 +41,20 @@ from titanlite.tools.verify.record import (
 )
 from titanlite.tools.verify.routing import compare_routing, recorded_routing, routing_record
 from titanlite.tools.verify.run import draw_zero_parameters, loads_of
-from titanlite.tools.verify.sequences import cut_again, leave_out_targets, places_in
+from titanlite.tools.verify.sequences import (
+    cut_again,
+    leave_out_targets,
+    places_in,
+    sequences_of,
+)
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import Subject
-from titanlite.tools.verify.tracing import compare_outputs, sum_gradients, sum_outputs
+from titanlite.tools.verify.tracing import (
+    TOLERANCES,
+    compare_outputs,
+    sum_gradients,
+    sum_outputs,
+)
 
 # Outputs and cells' gradients are kept up to these totals.
 MOST_OUTPUT_BYTES, MOST_CELL_BYTES = 2 << 30, 1 << 30
@@ -55,13 +67,19 @@ def trace_reference(
     folder: str,
     plan: ResolvedJob,
     names: list[str],
+    *,
+    evaluates: bool = False,
 ) -> ReferenceTrace:
     """Record `step` of the reference in detail into `folder`, with the cells of `plan`.
 
-    `names` are the parameters whose gradients are recorded for each cell.
+    `names` are the parameters whose gradients are recorded for each cell. With `evaluates`, the
+    first validation batch after the step is recorded instead.
     """
     microbatches = microbatches_of(plan)
     with _at_step(world, resolved, step, folder, microbatches) as (job, batches):
+        if evaluates:
+            job.trainer.step(batches)
+            batches = _first_of_validation(job, plan)
         model = job.parts[0]
         with unchanged_buffers(model):
             labels = label_dimensions(model, batches[0])
@@ -70,30 +88,36 @@ def trace_reference(
             _scales_of(job) as scaled,
             recorded_routing(job) as routed,
         ):
-            job.trainer.compute_gradients(batches)
+            if evaluates:
+                job.trainer.evaluate(batches)
+            else:
+                job.trainer.compute_gradients(batches)
         experts = loads_of(job)
         job.trainer.optimizer.zero_grad(set_to_none=True)
         outputs, gradients_of = {}, {}
         chosen, num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
         for name, calls in chosen.items():
             batch_dim, _ = labels.get(module_of(name), (None, None))
-            outputs[name] = _whole(calls, batch_dim, microbatches)
+            outputs[name] = _whole(calls, batch_dim, None if evaluates else microbatches)
             of_outputs = kept.gradients_of(name)
             # Without a dimension of sequences each rank or microbatch has only a share of it.
             if of_outputs is not None and batch_dim is not None:
                 gradients_of[name] = _whole(of_outputs, batch_dim, microbatches)
+        fields = dict(join(batches).to(torch.device("cpu")).fields)
         record: dict[str, Any] = {"outputs": outputs, "gradients": gradients_of, "labels": labels}
-        if microbatches is None:
+        record["fields"] = fields
+        if microbatches is None and not evaluates:
             record["routing"] = routing_record(routed)
         torch.save(record, _trace_file(folder))
 
         batch = join(batches)
         # Cells need the sequences in the order of the global batch.
-        if microbatches is not None:
+        if microbatches is not None and not evaluates:
             places = places_in(microbatches).tolist()
             batch = join([batch.rows(place, place + 1) for place in places])
         # A loss over the whole batch is not a sum over cells.
-        cells = () if is_over_batch(plan.config.training.loss) else cells_of(plan)
+        is_one = evaluates or is_over_batch(plan.config.training.loss)
+        cells = () if is_one else cells_of(plan)
         targets, gradients = [], defaultdict(list)
         names = _small_enough(job, names, len(cells))
         num_targets = max(1, int(batch.count_targets()))
@@ -107,7 +131,10 @@ def trace_reference(
                     gradients[name].append(gradient.cpu() * (count / num_targets))
             job.trainer.optimizer.zero_grad(set_to_none=True)
         torch.save({n: torch.stack(g) for n, g in gradients.items()}, cells_file(folder))
-        return ReferenceTrace(tuple(outputs), cells, tuple(targets), num_left_out, scaled, experts)
+        readers = {call: tuple(names) for call, names in kept.readers.items()}
+        return ReferenceTrace(
+            tuple(outputs), cells, tuple(targets), num_left_out, scaled, experts, readers
+        )
 
 
 def trace_plan(
@@ -118,8 +145,11 @@ def trace_plan(
     names: list[str],
     modules: tuple[str, ...],
     patch: Patch | None = None,
+    *,
+    evaluates: bool = False,
 ) -> RankTrace:
-    """Run `step` of the plan again and compare it with the reference's trace in `folder`.
+    """Run `step` of the plan again and compare it with the reference's trace in `folder`, or with
+    `evaluates` the first validation batch after the step.
 
     `names` are the gradients that differ, `modules` the reference's modules in forward order. Every
     rank of the world must call this.
@@ -128,15 +158,26 @@ def trace_plan(
         world.patched(patch),
         _at_step(world, resolved, step, folder) as (job, batches),
     ):
+        if evaluates:
+            job.trainer.step(batches)
+            batches = list(itertools.islice(job.validation_batches(), 1))
+        subject = subject_of(job)
         with (
-            subject_of(job).recorded() as kept,
+            subject.recorded() as kept,
             _scales_of(job) as scaled,
             recorded_routing(job) as routed,
         ):
-            job.trainer.compute_gradients(batches)
+            loss = None
+            if evaluates:
+                job.trainer.evaluate(batches)
+            else:
+                loss, _ = job.trainer.compute_gradients(batches)
         known = torch.load(_trace_file(folder), mmap=True, weights_only=True)
-        record = load(folder, step)["gradients"]
-        own, subject = ExpectedPart(job, batches), subject_of(job)
+        record, before = load(folder, step)["gradients"], load(folder, step - 1)["weights"]
+        own, sequences = ExpectedPart(job, batches), tuple[int, ...]()
+        if evaluates:
+            first = job.dims.data_rank(world.rank) * batches[0].num_sequences
+            sequences = tuple(sequences_of(job, batches[0], known["fields"], first))
 
         def compare(
             call: str, calls: list[Tensor], whole: Tensor
@@ -155,7 +196,6 @@ def trace_plan(
             rank=world.rank,
             coordinates=job.dims.coordinates(world.rank),
             modules=found,
-            summed_output=sum_outputs(subject, modules, found, kept.first, expected),
             summed_gradients=_sum_gradients(job, subject, names, record),
             shares=shares_of(job, names, record, folder),
             pending_inputs=tuple(kept.pending_inputs),
@@ -163,7 +203,31 @@ def trace_plan(
             styles=styles_of(job),
             scaled=scaled,
             experts=compare_routing(job, own, routed, known.get("routing", {}), record),
+            sequences=sequences,
+            idle=kept.idle,
+            loss=loss,
+            squares=sum(one.aa for one in subject.compare_gradients(record).values()),
+            same_as=_equal_to_others(subject, names, record),
+            **sum_outputs(subject, modules, found, kept.first, expected, before),
         )
+
+
+def _equal_to_others(
+    subject: Subject, names: list[str], known: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """The gradients `names` of this rank that equal the reference's of another parameter."""
+    same = {}
+    for name in names:
+        one = subject.held.get(name)
+        if one is None or (own := one.parameter.grad) is None:
+            continue
+        local = local_part(own.detach())
+        for other, whole in known.items():
+            if other != name and whole.shape == one.shape and whole.any():
+                found = agreement(local, one.part_of(whole, own), whole)
+                if found.difference < TOLERANCES[torch.float64]:
+                    same[name] = other
+    return same
 
 
 def _small_enough(job: Job, names: list[str], num_cells: int) -> list[str]:
@@ -199,7 +263,18 @@ def _at_step(
         draw_zero_parameters(job, load(folder, 0)["drawn"])
         for number in range(1, step):
             job.trainer.step(draw(number))
+            if number == 1 and resolved.config.validation.enable:
+                # It may leave something behind.
+                job.validate()
         yield job, draw(step)
+
+
+def _first_of_validation(job: Job, plan: ResolvedJob) -> list[Batch]:
+    """The samples that all ranks of `plan` evaluate first, as one batch."""
+    number = plan.dims.dp * plan.config.validation.local_batch_size
+    batches = list(job.validation_batches())
+    whole = join(batches)
+    return [whole.rows(0, min(number, whole.num_sequences))]
 
 
 def _whole(calls: list[Tensor], batch_dim: int | None, microbatches: Microbatches | None) -> Tensor:
@@ -211,15 +286,15 @@ def _whole(calls: list[Tensor], batch_dim: int | None, microbatches: Microbatche
 
 
 @contextlib.contextmanager
-def _scales_of(job: Job) -> Iterator[dict[str, tuple[bool, float]]]:
-    """Inside, record the input scales of each float8 layer; the dict is filled on exit."""
+def _scales_of(job: Job) -> Iterator[dict[str, tuple[bool, dict[str, float]]]]:
+    """Inside, record the scales of each float8 layer; the dict is filled on exit."""
     layers = {
         canonical_name(name): module
         for part in job.parts
         for name, module in part.named_modules()
         if isinstance(module, Float8Linear)
     }
-    found: dict[str, tuple[bool, float]] = {}
+    found: dict[str, tuple[bool, dict[str, float]]] = {}
     for layer in layers.values():
         layer.observed = []
     try:
@@ -227,8 +302,11 @@ def _scales_of(job: Job) -> Iterator[dict[str, tuple[bool, float]]]:
     finally:
         for name, layer in layers.items():
             if layer.observed:
-                is_rowwise, _ = layer.observed[0]
-                found[name] = is_rowwise, max(amax for _, amax in layer.observed)
+                _, is_rowwise, _ = layer.observed[0]
+                largest: dict[str, float] = {}
+                for what, _, amax in layer.observed:
+                    largest[what] = max(largest.get(what, 0.0), amax)
+                found[name] = is_rowwise, largest
             layer.observed = None
 
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config import JobConfig, ResolvedJob, make_config, override, resolve_job
+from titanlite.config import JobConfig, ResolvedJob, override, resolve_job
 from titanlite.config.toml import drop, put
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import TABLE, divisors
@@ -141,7 +141,7 @@ def reference_job(plan: ResolvedJob, *, num_parts: int = 1) -> ResolvedJob:
     if is_over_batch(plan.config.training.loss):
         training["local_batch_size"] = batch
         values["validation"] = {**values.get("validation", {}), "local_batch_size": batch}
-    return resolve_job(make_config(values), 1)
+    return resolve_job(JobConfig.from_dict(values), 1)
 
 
 def scheduled_lr(config: JobConfig, step: int) -> float:

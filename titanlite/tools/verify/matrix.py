@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
-from titanlite.config import JobConfig, make_config, make_model_config
+from titanlite.config import JobConfig, make_model_config
 from titanlite.config.model import num_experts
 from titanlite.config.toml import put
 from titanlite.errors import ConfigError, quote
@@ -160,7 +160,7 @@ def job_of(choice: Mapping[str, Any], job: JobConfig | None = None) -> JobConfig
     sizes = divisors(local) if choice["pp"] > 1 else [1]
     for size in sorted(sizes, key=lambda size: (local // size < choice["pp"], -size)):
         try:
-            return make_config(_sections_of(choice, local, size, job))
+            return JobConfig.from_dict(_sections_of(choice, local, size, job))
         except ConfigError as error:
             problems = error
     assert problems is not None

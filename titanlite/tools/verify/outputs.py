@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanlite.modules.names import unwrapped_name
 from titanlite.modules.shards import local_part
@@ -31,9 +32,21 @@ class Outputs:
         self.pending_inputs: dict[str, None] = {}
         self.positions: dict[int, list[Tensor | None]] = defaultdict(list)
         """Index of a part of the model on this rank -> the positions that it received."""
+        self.num_runs: dict[str, int] = {}
+        """Every module that is watched -> how often it ran."""
+        self.readers: dict[str, dict[str, None]] = defaultdict(dict)
+        """Call -> the modules that are given its output itself."""
+        self._makers = WeakTensorKeyDictionary()
+
+    def note_inputs(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note which outputs a module is given."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value in self._makers:
+                self.readers[self._makers[value]][name] = None
 
     def keep(self, name: str, output: Any, num_calls: Counter[str]) -> None:
         """Keep an output; `num_calls` counts each module's calls in this forward pass."""
+        self.num_runs[name] += 1
         output = tensor_of(output)
         if output is None:
             return
@@ -49,6 +62,7 @@ class Outputs:
         call = name_call(name, num_calls[name])
         place = len(self.first[call])
         self.first[call].append(local)
+        self._makers[output] = call
         if output.requires_grad:
 
             def keep_gradient(gradient: Tensor) -> None:
@@ -56,6 +70,11 @@ class Outputs:
                 self.gradients[call][place] = own
 
             output.register_hook(keep_gradient)
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """The watched modules that never ran."""
+        return tuple(name for name, number in self.num_runs.items() if not number)
 
     def gradients_of(self, call: str) -> list[Tensor] | None:
         """The gradients of a module's outputs in the order of its calls; None if one is missing."""
@@ -118,12 +137,19 @@ def recorded(
             )
         )
         # A module and its wrappers share a canonical name; the innermost comes last and is kept.
-        named = {name_of(part, name): module for name, module in _hookable(part)}
+        named = {name_of(part, name): module for name, module in hookable(part)}
         if not is_whole[index]:
             named.pop(name_of(part, ""), None)
         num_calls: Counter[str] = Counter()
         hooks.append(part.register_forward_pre_hook(lambda *_, calls=num_calls: calls.clear()))
+        kept.num_runs |= dict.fromkeys(named, 0)
         for name, module in named.items():
+            hooks.append(
+                module.register_forward_pre_hook(
+                    lambda module, args, kwargs, name=name: kept.note_inputs(name, args, kwargs),
+                    with_kwargs=True,
+                )
+            )
             hooks.append(
                 module.register_forward_hook(
                     lambda module, inputs, output, name=name, calls=num_calls: kept.keep(
@@ -154,7 +180,7 @@ def _argument(
     return None
 
 
-def _hookable(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def hookable(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that can have hooks; those inside a compiled module are part of its graph."""
     compiled: list[str] = []
     for name, module in part.named_modules():

@@ -94,6 +94,11 @@ class ExpectedPart:
         elif found.wrong_calls and self.job.dims.cp_enabled and labels[1] is not None:
             index = found.wrong_calls[0]
             found.elsewhere = self._elsewhere(calls[index], whole, labels, rows(index), tolerance)
+            jumps = (self.job.held_positions.diff() != 1).nonzero()
+            before = int(jumps[0]) + 1 if len(jumps) else 0
+            if before > 1:
+                own, part = (t.narrow(labels[1], 0, before) for t in (calls[index], parts[index]))
+                found.differs_from_jump = agreement(own, part, whole).difference < tolerance
         return found, parts
 
     def part_of_call(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from titanlite import pickles
 from titanlite.errors import RankError, TitanliteError
-from titanlite.ranks.launch import Place, Ranks, not_done, run_ranks
+from titanlite.ranks.launch import Place, Ranks, not_done, spawn
 from titanlite.ranks.machine import check_local_ranks, needs_threads
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class ThreadPool(RankPool):
             self._is_busy = False
             most = self.max_ranks
             arguments = (function, args, kwargs)
-            return run_ranks(_on_thread, self.num_ranks, *arguments, max_ranks=most, threads=True)
+            return spawn(_on_thread, self.num_ranks, *arguments, max_ranks=most, threads=True)
 
         return run
 

@@ -13,18 +13,17 @@ it needs at the first use of a fixture.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
 if TYPE_CHECKING:
-    from titanlite.config import JobConfig, Reading
+    from titanlite.config import JobConfig
+    from titanlite.tools.verify.from_python import VerifyResult
     from titanlite.tools.verify.program.comparison import Comparison
-    from titanlite.tools.verify.result import Result, Verification
 
-R = TypeVar("R", bound="Result")
+R = TypeVar("R", "Comparison", "VerifyResult")
 
 WORLDS = ("threads", "processes")
 
@@ -54,63 +53,26 @@ def assert_equivalent(request: pytest.FixtureRequest) -> Iterator[Callable[..., 
         ) -> Comparison:
             __tracebackhide__ = True
             if options.keys() & OF_THE_RANKS:
-                return _agreeing(lambda: compare(reference, parallel, **{**world, **options}), str)
-            return _agreeing(lambda: comparer.compare(reference, parallel, **options), str)
+                return _agreeing(lambda: compare(reference, parallel, **{**world, **options}))
+            return _agreeing(lambda: comparer.compare(reference, parallel, **options))
 
         yield check
 
 
 @pytest.fixture(scope="session")
-def verify_job(request: pytest.FixtureRequest) -> Iterator[Callable[..., Verification]]:
-    """`titanlite verify`, which fails with the likely cause unless the job's plan agrees.
+def verify_job(request: pytest.FixtureRequest) -> Callable[..., VerifyResult]:
+    """`titanlite.verify`, which fails with the likely cause unless the job's plan agrees."""
+    from titanlite.tools.verify.from_python import verify
 
-    The first argument is a JobConfig, a dict of sections, or the path of a TOML file. `overrides`
-    maps keys ("section.key") to values; `shrink`, `steps` and `dtype` are the command's options.
-    """
-    from titanlite.config import read_values
-    from titanlite.start import check_start
-    from titanlite.tools.verify.jobs import DEFAULT_STEPS
-    from titanlite.tools.verify.report import format_header, format_verification
-    from titanlite.tools.verify.shrink import shrink_job
-    from titanlite.tools.verify.verify import Verifier
+    world = {"threads": _are_threads(request.config)}
 
-    threads = _are_threads(request.config)
-    verifiers: dict[Any, Verifier] = {}
-    with ExitStack() as exits:
+    def check(
+        job: JobConfig | Mapping[str, Mapping[str, Any]] | str | Path, **options: Any
+    ) -> VerifyResult:
+        __tracebackhide__ = True
+        return _agreeing(lambda: verify(job, **{**world, **options}))
 
-        def check(
-            job: JobConfig | Mapping[str, Mapping[str, Any]] | str | Path,
-            *,
-            overrides: Mapping[str, Any] | None = None,
-            shrink: bool = False,
-            steps: int = DEFAULT_STEPS,
-            dtype: str = "float64",
-        ) -> Verification:
-            __tracebackhide__ = True
-            shrunk: list[str] = []
-
-            def read(changes: Mapping[str, Any]) -> Reading:
-                return read_values(job, {**(overrides or {}), **changes})
-
-            def verify() -> Verification:
-                reading, shrunk[:] = shrink_job(read) if shrink else (read({}), [])
-                start = check_start(reading, threads=threads)
-                key = start.device_type, start.threads, start.job.config.job.max_local_ranks
-                if key not in verifiers:
-                    device_type, are_threads, most = key
-                    one = Verifier(device_type, max_ranks=most, threads=are_threads)
-                    verifiers[key] = exits.enter_context(one)
-                return verifiers[key].verify(start.job, steps=steps, dtype=dtype, reloads=True)
-
-            def show(found: Verification) -> str:
-                source = str(job) if isinstance(job, (str, Path)) else "job"
-                header = format_header(found, source, shrunk)
-                rank_traceback = found.error.rank_traceback if found.error else ""
-                return f"{header}\n\n{format_verification(found)}\n\n{rank_traceback}".rstrip()
-
-            return _agreeing(verify, show)
-
-        yield check
+    return check
 
 
 def _are_threads(config: pytest.Config) -> bool:
@@ -120,7 +82,7 @@ def _are_threads(config: pytest.Config) -> bool:
     return bool(chosen == "threads")
 
 
-def _agreeing(run: Callable[[], R], show: Callable[[R], str]) -> R:
+def _agreeing(run: Callable[[], R]) -> R:
     """What `run` returns; raises AssertionError with its cause and its text unless it agrees.
 
     The traceback of an error has no frames of titanlite: a test's author looks for the test's.
@@ -133,5 +95,5 @@ def _agreeing(run: Callable[[], R], show: Callable[[R], str]) -> R:
     except TitanliteError as error:
         raise error.with_traceback(None) from None
     if not found.agrees:
-        raise AssertionError(f"{found.cause}\n\n{show(found)}")
+        raise AssertionError(f"{found.cause}\n\n{found}")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -95,6 +96,8 @@ class RankRun:
     steps: list[RankStep]
     problems: tuple[str, ...] = ()
     """Sentences about what does not match the job's settings, even if no number differs."""
+    styles: dict[str, str] = field(default_factory=dict, kw_only=True)
+    """Parameter -> the class of its style in the tensor-parallel plan."""
     resume_problems: tuple[str, ...] = ()
     """Sentences about what is wrong with a run that resumes from this run's checkpoint."""
     reloaded: RankStep | None = None
@@ -137,10 +140,13 @@ class ReferenceTrace:
     targets: tuple[int, ...] = ()
     num_left_out: int = 0
     """The number of outputs that were too large to keep."""
-    scaled: dict[str, tuple[bool, float]] = field(default_factory=dict)
-    """Float8 layer -> (whether its input has one scale per row, the largest amax of its input)."""
+    scaled: dict[str, tuple[bool, dict[str, float]]] = field(default_factory=dict)
+    """Float8 layer -> (whether its input has one scale per row, the largest amax of its "input",
+    and of "weight" and "gradient" if each has one scale)."""
     experts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Expert layer -> the tokens that are routed to each expert."""
+    readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Call -> the modules that are given its output itself."""
 
 
 @dataclass
@@ -161,8 +167,48 @@ def name_call(module: str, number: int) -> str:
 
 
 def module_of(call: str) -> str:
-    """The module of a name made by `name_call`."""
-    return call.partition(" (call ")[0]
+    """The module of a name made by `name_call` or `name_input`."""
+    return call.partition(" <- ")[0].partition(" (call ")[0]
+
+
+def name_input(call: str, argument: str) -> str:
+    """The name of what a call of a module receives for one of its arguments."""
+    return f"{call} <- {argument}"
+
+
+def is_input(event: str) -> bool:
+    """Whether a name is made by `name_input`."""
+    return " <- " in event
+
+
+def wrong_calls_in_order(order: Iterable[str], of_ranks: Sequence[Mapping[str, bool]]) -> list[str]:
+    """The calls, in forward order, whose outputs are wrong; `of_ranks` says for each rank which
+    are.
+
+    Not those that are wrong on a rank inside a module whose output is right there: they hold
+    another part than was expected, such as a Partial that the module's own code reduces.
+    """
+    excused = set()
+    for of_rank in of_ranks:
+        agrees: dict[str, bool] = {}
+        for call, is_wrong in of_rank.items():
+            agrees[module_of(call)] = agrees.get(module_of(call), True) and not is_wrong
+        excused |= {
+            call
+            for call, is_wrong in of_rank.items()
+            if is_wrong and any(agrees.get(module) for module in around(module_of(call)))
+        }
+    return [
+        call
+        for call in order
+        if call not in excused and any(of_rank.get(call) for of_rank in of_ranks)
+    ]
+
+
+def around(module: str) -> list[str]:
+    """The modules that contain a module, the outermost, "", first."""
+    parts = module.split(".") if module else []
+    return [".".join(parts[:count]) for count in range(len(parts))]
 
 
 @dataclass
@@ -176,10 +222,20 @@ class ModuleOutput:
     """Its shape and the reference's, if it cannot be a part of the reference's output."""
     elsewhere: str = ""
     """The tokens or positions for which it would be correct, if it is wrong for its own."""
+    differs_from_jump: bool = False
+    """Whether it is correct up to where the rank's positions jump, and only then wrong."""
     gradient: Agreement | None = None
     """The gradient of the output compared with the reference's, if both are known."""
     recomputed: float = 0.0
     """The difference of the recomputed output from that of the forward pass."""
+    is_moved: bool = False
+    """Whether its rows or columns are those of the reference's output, but not in its order."""
+    is_cut_off: bool = False
+    """Whether it requires no gradient, but the reference's does."""
+    has_no_gradient: bool = False
+    """Whether no gradient of it arrives, but one of the reference's does."""
+    biases: float | None = None
+    """How often the output contains the module's bias, if nothing else is wrong with it."""
 
 
 @dataclass
@@ -191,6 +247,8 @@ class RankTrace:
     modules: dict[str, ModuleOutput]
     summed_output: dict[str, Agreement]
     """Mesh axis -> the output of the first module that differs, summed over that axis."""
+    summed_biases: dict[str, float] = field(default_factory=dict, kw_only=True)
+    """Mesh axis -> how often that sum contains the module's bias, if that is known."""
     summed_gradients: dict[str, dict[str, Agreement]]
     """Gradient -> mesh axis over which the parameter is replicated -> the sum over that axis."""
     shares: dict[str, Fit] = field(default_factory=dict)
@@ -201,16 +259,33 @@ class RankTrace:
     """Module -> its entry in the tensor-parallel plan."""
     blind_stages: dict[int, str] = field(default_factory=dict)
     """Stages that take positions and do not receive the right ones -> "missing" or "wrong"."""
-    scaled: dict[str, tuple[bool, float]] = field(default_factory=dict)
+    scaled: dict[str, tuple[bool, dict[str, float]]] = field(default_factory=dict)
     """The same as in ReferenceTrace, for the layers of this rank."""
     experts: dict[str, ExpertTrace] = field(default_factory=dict)
     """Expert layer -> its tokens and experts on this rank."""
-    summed_backward: dict[str, tuple[str, Agreement]] = field(default_factory=dict)
-    """Axis -> the first wrong output's gradient in backward order, and its sum over the axis."""
-    torn_backward: tuple[str, ...] = ()
-    """Axes along which ranks hold the same output, but different gradients of it."""
+    summed_backward: dict[str, dict[str, Agreement]] = field(default_factory=dict)
+    """Wrong gradient of what a module receives or returns -> axis -> its sum over that axis."""
+    sequences: tuple[int, ...] = ()
+    """For each sequence of a validation's first batch, its index on one process; -1 for none."""
+    idle: tuple[str, ...] = ()
+    """Modules of this rank that never ran."""
+    loss: float | None = None
+    """The loss of the step when it was run again; None if that is not known."""
+    squares: float = 0.0
+    """The sum of squares of this rank's gradients then."""
+    same_as: dict[str, str] = field(default_factory=dict)
+    """Wrong gradient -> another parameter whose gradient in the reference it equals."""
     file: str = ""
     """Where the rank has saved its part of the batch and its wrong gradients, of other code."""
+    inputs: dict[str, ModuleOutput] = field(default_factory=dict)
+    """What modules receive, by `name_input`, compared like `modules`, of other code."""
+    not_compared: tuple[str, ...] = ()
+    """Outputs in a layout that fits no part of the reference's, of other code."""
+
+    @property
+    def events(self) -> dict[str, ModuleOutput]:
+        """What modules receive and return."""
+        return {**self.modules, **self.inputs}
 
 
 @dataclass(frozen=True)
@@ -237,6 +312,12 @@ class CodeRun(RankRun):
     """A digest of this rank's part of each batch."""
     traces: dict[int, RankTrace] = field(default_factory=dict)
     """The steps in which some rank's numbers differ, recorded in detail."""
+    not_compared: tuple[str, ...] = ()
+    """Buffers that have no counterpart of their shape in the reference."""
+    lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What a module receives or returns -> the lines of code that ran just before, if watched."""
+    lines_backward: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The same for the gradients of these tensors."""
 
 
 @dataclass
@@ -244,7 +325,11 @@ class ModelRun(ReferenceRun):
     """What the process of the plain model of such code returns."""
 
     modules: tuple[str, ...] = ()
-    """Calls of modules in forward order."""
+    """What modules receive and return, in forward order."""
+    flow: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each of these, those that it is computed from directly."""
+    with_gradient: frozenset[str] = frozenset()
+    """Those whose gradients are known."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Names of one parameter."""
     num_left_out: int = 0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from titanlite.job import Job
 from titanlite.modules.batch import IGNORE_INDEX, Batch
+from titanlite.modules.experts import expert_layers
 from titanlite.tools.verify.differences import NOISE
 from titanlite.tools.verify.jobs import own_decay, own_multiplier, scheduled_lr
 from titanlite.tools.verify.record import ReferenceStep
@@ -35,7 +36,12 @@ class Recurrence:
         self._section = job.config.optimizer
         self._weights = weights
         self._state: Mapping[str, Tensor] = {}
-        self._has_own_samples = True
+        self._has_own_samples = self._has_own_balance = True
+        self._biases = {
+            name: layer.expert_bias.clone()
+            for name, layer in expert_layers(job.parts).items()
+            if layer.expert_bias is not None
+        }
         training = job.config.training
         # Formulas and kernels round differently; only in float64 is an error larger than that.
         self._is_exact = training.dtype == training.param_dtype == "float64"
@@ -50,6 +56,10 @@ class Recurrence:
             yield from wrong
         yield from self._wrong_count(step, batches, numbers.num_targets)
         yield from self._changed_frozen(step, record["weights"])
+        if self._has_own_balance:
+            wrong = list(self._wrong_balance(step, record, numbers))
+            self._has_own_balance = not wrong
+            yield from wrong
         if self._is_exact:
             # An error in one step makes the next ones start from wrong values.
             found = list(self._wrong_update(step, record, numbers))
@@ -84,6 +94,35 @@ class Recurrence:
                 f"even on one process, step {step} has {own} targets but divides its loss by "
                 f"{counted}: masked targets must not be counted"
             )
+
+    def _wrong_balance(
+        self, step: int, record: Mapping[str, Any], numbers: ReferenceStep
+    ) -> Iterator[str]:
+        """Whether tokens are counted as they are routed, and biases follow from the counts."""
+        for name, layer in expert_layers(self._job.parts).items():
+            counts = torch.tensor(numbers.loads[name])
+            if (routed := record["routing"].get(name)) is not None:
+                chosen = torch.bincount(routed["chosen"].flatten(), minlength=layer.num_experts)
+                if not torch.equal(counts, chosen):
+                    yield (
+                        f"even on one process, step {step} counts {counts.tolist()} tokens for the "
+                        f"experts of {name}, but its router chooses them for {chosen.tolist()}"
+                    )
+                    return
+            if name not in self._biases or not layer.bias_step:
+                continue
+            mean = counts.sum() / layer.num_experts
+            change = (mean - counts).sign().double() * layer.bias_step
+            expected = self._biases[name].double() + change - change.mean()
+            self._biases[name] = own = record["buffers"][f"{name}.expert_bias"]
+            if (own.double() - expected).abs().max().item() > 1e-3 * layer.bias_step:
+                yield (
+                    f"even on one process, the balancing bias of {name} does not follow from its "
+                    f"previous value after step {step}: it must rise by {layer.bias_step:g} for "
+                    "experts with fewer tokens than the mean, fall by as much for those with more, "
+                    "and keep its mean"
+                )
+                return
 
     def _changed_frozen(self, step: int, weights: Mapping[str, Tensor]) -> Iterator[str]:
         """Whether the step changes a weight that does not require a gradient, by any bit."""

@@ -72,6 +72,8 @@ def format_result(found: Result, dtype: str) -> str:
             f"tolerance is at least {NARROW_TOLERANCE:.0e} and smaller errors are not found"
         )
         lines += ["", textwrap.fill(note, WIDTH, break_long_words=False)]
+    for note in found.notes:
+        lines += ["", textwrap.fill(f"note: {note}", WIDTH, break_long_words=False)]
     is_first = findings[:1] == found.findings[:1]
     for index, finding in enumerate(findings):
         text = f"{'likely cause' if index == 0 and is_first else 'also seen'}: {finding}"

@@ -33,6 +33,8 @@ class Result:
     """Sentences about what is wrong even if no number differs."""
     findings: list[str] = field(default_factory=list)
     """What is wrong, the most likely cause first."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences about what is unusual but not wrong, and about what was not compared."""
     seconds: float = 0.0
     threads: bool = False
     """Whether the ranks were threads of one process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from titanlite.errors import TitanliteError
 from titanlite.job import Job
 from titanlite.modules.batch import join
 from titanlite.modules.shards import local_part, shard_of
-from titanlite.observe.failing import naming_failures
+from titanlite.observe.failing import naming_failures, styles_of
 from titanlite.ranks.hang_state import recorded_calls
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending, placements_of
 from titanlite.tools.verify.formulas import (
     left_over_gradients,
     optimizer_problems,
+    stale_parameters,
     validate_unchanged,
     wrong_formats,
     wrong_reductions,
@@ -35,7 +36,7 @@ from titanlite.tools.verify.reload import save_and_load
 from titanlite.tools.verify.routing import followed_routing, recorded_routing, routing_record
 from titanlite.tools.verify.sequences import cut_again, leave_out_targets, look_at_data
 from titanlite.tools.verify.step_files import load, store
-from titanlite.training.initialize import generator_for
+from titanlite.training.initial_weights import generator_for
 from titanlite.training.step import StepResult
 
 
@@ -113,7 +114,7 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
         }
         seen = [RankStep(weights=subject.compare_weights(start["weights"]))]
         pending: tuple[str, ...] = ()
-        left_over: list[str] = []
+        left_over, stale = list[str](), list[str]()
         for step in range(1, steps + 1):
             record = load(folder, step)
             batches = job.draw()
@@ -136,17 +137,9 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             found.moved = moved
             if step == 1:
                 problems += wrong_reductions(job, calls_before)
-                problems += [
-                    f"{name} requires a gradient on one process, but not under the plan"
-                    for name, parameter in parameters.items()
-                    if name in record["gradients"] and not parameter.requires_grad
-                ]
-                problems += [
-                    f"{name} is frozen on one process, but has a gradient under the plan"
-                    for name, agreement in found.gradients.items()
-                    if name not in record["gradients"]
-                ]
+                problems += _wrongly_trained(found, record["gradients"], parameters)
             left_over = left_over or list(left_over_gradients(job, step))
+            stale = stale or list(stale_parameters(job, step, parameters))
             _note_numbers(found, job, done)
             found.weights = subject.compare_weights(record["weights"])
             problems += [
@@ -157,7 +150,7 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             found.state = subject.compare_state(record["state"])
             found.buffers = subject.compare_buffers(record["buffers"])
             if section.enable and step in (1, steps):
-                _validate(found, job, problems)
+                _validate(found, job, problems, is_stale=bool(stale))
             seen.append(found)
         reloaded, resume_problems = None, list[str]()
         if run.reloads:
@@ -172,10 +165,34 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             pending,
             expected,
             seen,
-            (*problems, *left_over),
+            (*stale, *problems, *left_over),
             tuple(resume_problems),
             reloaded,
+            styles=_style_names(job),
         )
+
+
+def _wrongly_trained(
+    found: RankStep, known: Mapping[str, Tensor], parameters: Mapping[str, torch.nn.Parameter]
+) -> Iterator[str]:
+    """Parameters that only the plan, or only one process, trains."""
+    for name, parameter in parameters.items():
+        if name in known and not parameter.requires_grad:
+            yield f"{name} requires a gradient on one process, but not under the plan"
+    for name in found.gradients:
+        if name not in known:
+            yield f"{name} is frozen on one process, but has a gradient under the plan"
+
+
+def _style_names(job: Job) -> dict[str, str]:
+    """Parameter -> the class of its entry in the tensor-parallel plan."""
+    entries = styles_of(job)
+    holders = {name: name.rpartition(".")[0] for name in job.parameters}
+    return {
+        name: entries[holder].partition(": ")[2].partition("(")[0]
+        for name, holder in holders.items()
+        if holder in entries
+    }
 
 
 def _note_numbers(step: ReferenceStep, job: Job, done: StepResult) -> None:
@@ -184,8 +201,10 @@ def _note_numbers(step: ReferenceStep, job: Job, done: StepResult) -> None:
     step.loads = loads_of(job)
 
 
-def _validate(step: ReferenceStep, job: Job, problems: list[str]) -> float:
-    validated = validate_unchanged(job, problems)
+def _validate(
+    step: ReferenceStep, job: Job, problems: list[str], *, is_stale: bool = False
+) -> float:
+    validated = validate_unchanged(job, problems, is_stale=is_stale)
     step.validation, step.metrics = validated.loss, dict(validated.metrics)
     return validated.loss
 

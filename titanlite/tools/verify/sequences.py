@@ -29,7 +29,7 @@ def leave_out_targets(
     for batch in batches:
         numbers = torch.arange(first, first + batch.num_sequences)
         if known is not None:
-            found = torch.tensor(_sequences_of(job, batch, known, first))
+            found = torch.tensor(sequences_of(job, batch, known, first))
             numbers = torch.where(found < 0, numbers, found)
         if batch.targets.ndim == 1:
             is_out = (numbers % 3 == 1)[:, None]
@@ -53,7 +53,7 @@ def places_in(microbatches: Microbatches) -> Tensor:
     return torch.tensor([number for m in microbatches for r in m for number in r]).argsort()
 
 
-def _sequences_of(job: Job, own: Batch, known: Mapping[str, Tensor], first: int) -> list[int]:
+def sequences_of(job: Job, own: Batch, known: Mapping[str, Tensor], first: int) -> list[int]:
     """The index in the reference's batch of each sequence of `own`, -1 for none.
 
     `known` are the fields of that batch; `first` is the index of the first sequence if the order is
@@ -87,7 +87,7 @@ def _first_sequence(job: Job) -> int:
 def look_at_data(job: Job, own: Batch, known: Mapping[str, Tensor]) -> dict[str, Any]:
     """Which sequences this rank received, and whether positions and targets match them."""
     own = own.to(torch.device("cpu"))
-    sequences = _sequences_of(job, own, known, _first_sequence(job))
+    sequences = sequences_of(job, own, known, _first_sequence(job))
     known_targets = _held(job, own, known, "targets")
     has_positions = "positions" in own.fields
     return {

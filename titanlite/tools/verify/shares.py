@@ -19,7 +19,14 @@ from titanlite.tools.verify.record import (
     ReferenceTrace,
     Shares,
 )
-from titanlite.tools.verify.wording import be_a_sum, is_near, listed, name_parameters, name_ranks
+from titanlite.tools.verify.wording import (
+    Explained,
+    be_a_sum,
+    is_near,
+    listed,
+    name_parameters,
+    name_ranks,
+)
 
 # How close a coefficient must be to a number to equal it, and the largest residual of a fit.
 NEAR, LEFT = 1e-5, 1e-6
@@ -60,28 +67,44 @@ def sums_of_parts(
         ranks = sorted({rank for ranks in ranks_of.values() for rank in ranks})
         holders = sorted(r for r, of_rank in fits.items() if any(n in of_rank for n in ranks_of))
         where = name_ranks(ranks, runs, holders)
-        yield f"{who} {be_a_sum(who)} {what} with wrong coefficients, {where}: {words}"
+        yield Explained(
+            f"{who} {be_a_sum(who)} {what} with wrong coefficients, {where}: {words}", ranks_of
+        )
 
 
 def _same(a: Shares, b: Shares) -> bool:
     return all(abs(x - y) < 10 * NEAR * max(1.0, abs(y)) for x, y in zip(a, b, strict=True))
 
 
-def describe_parts(shares: Shares, weights: Shares, parts: Sequence[str]) -> str:
+def describe_parts(
+    shares: Shares,
+    weights: Shares,
+    parts: Sequence[str],
+    numbers: Mapping[str, Shares] | None = None,
+) -> str:
     """What is wrong with the coefficients of the named parts of the batch; "" for nothing.
 
-    `weights` are the parts' shares of the whole mean.
+    `weights` are the parts' shares of the whole mean, `numbers` the numbers of elements of each
+    part in the tensors of the batch.
     """
     if all(is_near(share, shares[0], NEAR) for share in shares):
         # The same factor for every part is explain_gradients' subject.
         return ""
-    counts = [share * weight for share, weight in zip(shares, weights, strict=True)]
+    counts = tuple(share * weight for share, weight in zip(shares, weights, strict=True))
     if all(is_near(count, counts[0], NEAR) for count in counts) and not is_near(counts[0], 0, NEAR):
         shown = [f"{weight:.4g} ({who})" for weight, who in zip(weights, parts, strict=True)]
         return (
             f"a mean of means. Each part counts {counts[0]:.4g}, but the parts' shares of the "
-            f"whole mean are {listed(shown, 4)}, since they have different numbers of targets. "
+            f"whole mean are {listed(shown, 4)}, since they have different numbers"
+            f"{'' if _follow(weights, numbers) or not numbers else ', or weights,'} of targets. "
             "Divide the sum of all losses by the number of targets in the whole batch"
+        )
+    if name := _follow(counts, numbers):
+        shown = [f"{weight:.4g} ({who})" for weight, who in zip(weights, parts, strict=True)]
+        return (
+            f"each part counts in proportion to its number of elements in {name}, but the parts' "
+            f"shares of the whole mean are {listed(shown, 4)}, since the loss gives targets "
+            "different weights. Divide the sum of all losses by the sum of these weights"
         )
     missing = [who for share, who in zip(shares, parts, strict=True) if abs(share) < NEAR]
     rest = [share for share in shares if abs(share) >= NEAR]
@@ -92,6 +115,16 @@ def describe_parts(shares: Shares, weights: Shares, parts: Sequence[str]) -> str
         return f"the part of {listed(missing)} is missing{scaled}"
     odd = [f"{share:.4g} times ({who})" for share, who in zip(shares, parts, strict=True)]
     return f"the parts count {listed(odd, 4)}"
+
+
+def _follow(counts: Shares, numbers: Mapping[str, Shares] | None) -> str:
+    """The tensor whose numbers of elements, different ones, the counts are proportional to."""
+    for name, own in (numbers or {}).items():
+        if len(set(own)) > 1 and min(own) > 0 and len(own) == len(counts):
+            ratios = [count / number for count, number in zip(counts, own, strict=True)]
+            if ratios[0] and all(is_near(ratio, ratios[0], NEAR) for ratio in ratios):
+                return name
+    return ""
 
 
 def describe_shares(

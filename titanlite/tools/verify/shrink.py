@@ -33,16 +33,16 @@ def generated(config: JobConfig) -> dict[str, Any]:
     return SYNTHETIC if is_alike else {}
 
 
-def shrink_job(read: Callable[[Mapping[str, Any]], Reading]) -> tuple[Reading, list[str]]:
-    """The job that `read`, given changes, returns, with small sizes, and each change in words.
-
-    Its own data set need not exist on this machine.
-    """
+def read_small(
+    read: Callable[[Mapping[str, Any]], Reading],
+) -> tuple[Reading, list[str]]:
+    """The job that `read` reads with some keys changed, made small, and each change in words."""
+    # The data set of the job need not exist on this machine.
     changes = generated(read({}).config)
     reading = read(changes)
     reading.draft()
-    config, shrunk = shrink(reading.require())
-    return Reading(config), shrunk + ["generated data"] * bool(changes)
+    config, words = shrink(reading.require())
+    return Reading(config), [*words, *["generated data"] * bool(changes)]
 
 
 def shrink(config: JobConfig) -> tuple[JobConfig, list[str]]:
@@ -102,8 +102,9 @@ def _try(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig | None:
     with contextlib.suppress(ConfigError):
         changed = override(config, changes)
         job = resolve_job(changed)
-        if looked_at := [feature for feature in features_on(changed) if feature.checks_model]:
-            # Some features depend on the model's layers, and so on torch.
+        looked_at = [feature for feature in features_on(changed) if feature.checks_model]
+        if looked_at or not changed.training.attend_across_documents:
+            # As check_start does: some checks depend on the model's layers, and so on torch.
             from titanlite.plain_job import check_plain_model
 
             check_plain_model(job, looked_at)

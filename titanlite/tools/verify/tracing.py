@@ -20,13 +20,21 @@ from torch import Tensor
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.outputs import Outputs
-from titanlite.tools.verify.record import Agreement, Fit, ModuleOutput
+from titanlite.tools.verify.record import (
+    Agreement,
+    Fit,
+    ModuleOutput,
+    module_of,
+    wrong_calls_in_order,
+)
 from titanlite.tools.verify.subject import Subject
 
 T = TypeVar("T")
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
 """The largest difference of an output that agrees: far above rounding error, far below a bug."""
+# The largest relative residual of an output that is explained.
+EXACT = 1e-6
 
 
 def compare_outputs(
@@ -85,9 +93,8 @@ def sum_over_axes(
     subject: Subject,
     places: Sequence[object],
     tensor: Callable[[], Tensor],
-    compare: Callable[[Tensor], Agreement],
-) -> dict[str, Agreement]:
-    """Axis -> the sum of a tensor over it, compared, if all ranks along it hold the same part.
+) -> dict[str, Tensor]:
+    """Axis -> the sum of a tensor over it, if all ranks along it hold the same part.
 
     `places` says for each rank of the world which part it holds, None for none.
     """
@@ -97,7 +104,7 @@ def sum_over_axes(
         if len(along) == 1 and None not in along:
             total = tensor().to(subject.device).clone()
             dist.all_reduce(total, group=group)
-            found[axis] = compare(total.cpu())
+            found[axis] = total.cpu()
     return found
 
 
@@ -107,29 +114,46 @@ def sum_outputs(
     found: Mapping[str, ModuleOutput],
     own: Mapping[str, list[Tensor]],
     expected: Mapping[str, Tensor],
-) -> dict[str, Agreement]:
-    """The output of the first wrong module of the world, in its first call, summed over each axis.
+    weights: Mapping[str, Tensor],
+) -> dict[str, Any]:
+    """The first wrong output of the world, in its first call: summed over each axis, and how often
+    it and these sums contain the module's bias. Fields of RankTrace.
 
     `modules` are the reference's in forward order, `own` this rank's outputs by call, `expected`
-    their parts of the reference's.
+    their parts of the reference's, and `weights` the reference's whole weights.
     """
     mine = {call: (bool(o.wrong_calls), tuple(own[call][0].shape)) for call, o in found.items()}
     everyone = gathered(mine)
-    wrong = {call for of_rank in everyone for call, (is_wrong, _) in of_rank.items() if is_wrong}
-    first = next((call for call in modules if call in wrong), None)
+    is_wrong = [{call: wrong for call, (wrong, _) in of_rank.items()} for of_rank in everyone]
+    first = next(iter(wrong_calls_in_order(modules, is_wrong)), None)
     if first is None:
-        return {}
+        return {"summed_output": {}}
+    bias, biases = weights.get(f"{module_of(first)}.bias"), {}
 
-    def compare(total: Tensor) -> Agreement:
+    def compare(total: Tensor, axis: str = "") -> Agreement:
         part = expected[first]
         has_rows = total.ndim > 1 and total[..., 0].numel() > 1 and total.is_floating_point()
         if has_rows and total.shape == part.shape:
             # The bias may be added after the sum: then the same row is missing everywhere.
-            total += (part - total).flatten(0, -2).mean(0)
+            row = (part - total).flatten(0, -2).mean(0)
+            if bias is not None and bias.shape == row.shape and bias.any():
+                missing = ((row @ bias.to(row)) / (bias @ bias).to(row)).item()
+                is_bias = agreement(missing * bias.to(row), row, part).difference < EXACT
+                if is_bias and abs(missing) > EXACT:
+                    biases[axis] = 1.0 - missing
+            total = total + row
         return agreement(total, part, part)
 
+    output = found.get(first)
+    if output is not None and output.wrong_calls:
+        if compare(own[first][0]).difference < EXACT:
+            output.biases = biases.get("")
+        biases.clear()
     shapes = [of_rank.get(first, (False, None))[1] for of_rank in everyone]
-    return sum_over_axes(subject, shapes, lambda: own[first][0], compare)
+    sums = {}
+    for axis, total in sum_over_axes(subject, shapes, lambda: own[first][0]).items():
+        sums[axis] = compare(total, axis)
+    return {"summed_output": sums, "summed_biases": biases}
 
 
 def sum_gradients(
@@ -155,7 +179,8 @@ def sum_gradients(
             return agreement(total, held[name].part_of(whole, held[name].parameter.grad), whole)
 
         of_ranks = [of_rank.get(name) for of_rank in places]
-        sums[name] = sum_over_axes(subject, of_ranks, own, compare)
+        totals = sum_over_axes(subject, of_ranks, own)
+        sums[name] = {axis: compare(total) for axis, total in totals.items()}
     return sums
 
 

@@ -5,24 +5,41 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from titanlite.tools.verify.evidence import EXPLAINED, Evidence, pooled, ranks_of, worst
+from titanlite.tools.verify.evidence import (
+    EXPLAINED,
+    Evidence,
+    JobEvidence,
+    by_rank,
+    pooled,
+    ranks_of,
+    worst,
+)
 from titanlite.tools.verify.norms import explain_norm
-from titanlite.tools.verify.wording import agree, is_near, listed, name_parameters, name_ranks
+from titanlite.tools.verify.passes import first_difference, outputs_agree, outputs_differ
+from titanlite.tools.verify.wording import (
+    agree,
+    is_near,
+    listed,
+    name_parameters,
+    name_ranks,
+    times,
+    told_apart,
+)
 
 
 def explain_norm_alone(e: Evidence) -> Iterator[str]:
     if not e.failed("norm") or e.failed("gradient") or e.failed("start"):
         return
     own, known = e.runs[0].steps[e.step].norm, e.reference[e.step].norm
-    norms = {run.steps[e.step].norm for run in e.runs}
-    if len(norms) > 1:
+    norms = {run.rank: run.steps[e.step].norm for run in e.runs}
+    if len(set(norms.values())) > 1:
         yield (
-            f"ranks have different gradient norms ({listed(sorted(norms), 3)}): sum the squares "
-            "over all ranks"
+            f"ranks have different gradient norms ({by_rank(e, lambda step: step.norm)}): sum the "
+            "squares over all ranks"
         )
     words = explain_norm(e.runs, e.step, own)
     ratio = (
-        f"the gradient norm is {own / known:.6g} times as large as on one process, but every "
+        f"the gradient norm is {times(own / known)} as large as on one process, but every "
         "gradient agrees"
     )
     same = e.factor(own / known)
@@ -40,10 +57,11 @@ def explain_rate(e: Evidence) -> Iterator[str]:
         rates = {run.rank: run.steps[e.step].lr for run in e.runs}
         wrong = {rank: rate for rank, rate in rates.items() if not is_near(rate, known)}
         where = name_ranks(wrong, e.runs, rates)
-        shown = listed(f"{rate:.6g}" for rate in sorted(set(wrong.values())))
+        *rates_shown, right = told_apart(*sorted(set(wrong.values())), known)
+        shown = listed(rates_shown)
         yield (
             f"the learning rate of step {e.step} is {shown} {where}, "
-            f"but [lr_scheduler] gives {known:.6g}: the schedule is wrong, or is not advanced "
+            f"but [lr_scheduler] gives {right}: the schedule is wrong, or is not advanced "
             "once per step"
         )
 
@@ -100,7 +118,8 @@ def explain_state(e: Evidence) -> Iterator[str]:
 
 
 def explain_buffers(e: Evidence) -> Iterator[str]:
-    wrong = e.failed("buffer")
+    # Balancing biases have questions of their own.
+    wrong = [name for name in e.failed("buffer") if not name.endswith(".expert_bias")]
     if not wrong:
         return
     values = defaultdict(set)
@@ -126,11 +145,29 @@ def explain_validation(e: Evidence) -> Iterator[str]:
         assert own is not None
         assert known is not None
         same = e.factor(own / known) if known else ""
-        yield (
-            f"the weights agree, but the validation loss is {own:.6g} instead of {known:.6g}"
-            f"{f' (the ratio is {same})' if same else ''}: the evaluation, its data or its average "
-            "is wrong"
+        shown = told_apart(own, known)
+        apart = len({run.steps[e.step].validation for run in e.runs}) > 1
+        start = (
+            f"the weights agree, but the validation loss is {shown[0]} instead of {shown[1]}"
+            f"{f' (the ratio is {same})' if same else ''}"
         )
+        if apart:
+            start += f" ({by_rank(e, lambda step: step.validation or 0.0)})"
+        for run, trace in zip(e.runs, e.traces, strict=False):
+            number = len(trace.sequences)
+            first = e.dims.data_rank(run.rank) * number if isinstance(e, JobEvidence) else 0
+            if trace.sequences != tuple(range(first, first + number)):
+                yield (
+                    f"{start}. In its first batch, rank {run.rank} is given sequences "
+                    f"{listed(trace.sequences)} of those of one process (-1: none of them) instead "
+                    f"of sequences {first} to {first + number - 1}"
+                )
+                return
+        if outputs_differ(e):
+            yield from (f"{start}. In its first batch, {one}" for one in first_difference(e))
+            return
+        seen = ". All module outputs of its first batch agree" if outputs_agree(e) else ""
+        yield f"{start}: the evaluation, its data or its average is wrong{seen}"
 
 
 def explain_metrics(e: Evidence) -> Iterator[str]:
@@ -138,9 +175,10 @@ def explain_metrics(e: Evidence) -> Iterator[str]:
         return
     for name in e.failed("metric"):
         own, known = e.runs[0].steps[e.step].metrics[name], e.reference[e.step].metrics[name]
+        shown = told_apart(own, known)
         yield (
-            f"the weights and the validation loss agree, but the metric {name} is {own:.6g} "
-            f"instead of {known:.6g}: its sum or its count depends on how the batch is split. "
+            f"the weights and the validation loss agree, but the metric {name} is {shown[0]} "
+            f"instead of {shown[1]}: its sum or its count depends on how the batch is split. "
             "Return the sum over targets and their number, and no mean"
         )
 

@@ -152,7 +152,8 @@ class Verifier:
             more = find_causes(self._runs, found, runs, reference, patch)
             findings += [finding for finding in more if finding not in findings]
         wrong_sums = [found.wrong_sums] if found.wrong_sums else []
-        return wrong_sums + findings + found.resume_problems
+        # What differs between replicas cannot be saved, which is no cause of its own.
+        return wrong_sums + findings + ([] if found.splits else found.resume_problems)
 
     def _wrong_formats(self, job: ResolvedJob, plan: ResolvedJob, patch: Patch | None) -> list[str]:
         """Sentences about tensors of a mixed-precision job that do not have the job's dtypes."""

@@ -14,6 +14,17 @@ from titanlite.tools.verify.record import RankRun
 EXACT = 1e-6
 
 
+class Explained(str):
+    """A sentence that says what is wrong with the gradients `names`."""
+
+    names: frozenset[str]
+
+    def __new__(cls, text: str, names: Iterable[str]) -> Explained:
+        self = super().__new__(cls, text)
+        self.names = frozenset(names)
+        return self
+
+
 def name_factor(
     factor: float,
     dims: Grid,
@@ -58,6 +69,20 @@ def name_factor(
 def is_near(value: float, expected: float, tolerance: float = EXACT) -> bool:
     """Whether two numbers are equal up to rounding error."""
     return math.isfinite(value) and abs(value - expected) <= tolerance * max(abs(expected), 1e-300)
+
+
+def times(factor: float) -> str:
+    """ "2 times"; with enough digits to be told from 1."""
+    return f"{told_apart(factor, 1.0)[0]} times"
+
+
+def told_apart(*values: float) -> list[str]:
+    """Numbers with as many digits as it takes for different ones to look different."""
+    for digits in range(6, 17):
+        shown = [f"{value:.{digits}g}" for value in values]
+        if len(set(shown)) == len(set(values)):
+            break
+    return shown
 
 
 def name_ranks(ranks: Collection[int], runs: Sequence[RankRun], among: Collection[int]) -> str:
@@ -110,6 +135,10 @@ def name_parameters(names: Collection[str], runs: Sequence[RankRun], what: str) 
         for some in itertools.combinations(places, count):
             if chosen == {name for name, held in stages.items() if not held.isdisjoint(some)}:
                 return f"{shown}; exactly those on pp {listed(some)})"
+    style_of = {name: style for run in runs for name, style in run.styles.items()}
+    for style in dict.fromkeys(style_of.values()):
+        if chosen == {name for name, own in style_of.items() if own == style}:
+            return f"{shown}; exactly those of {style} in the tensor-parallel plan)"
     axes = next(iter(placed.values()), {})
     for axis in axes:
         for how in ("replicated", "strided", "sharded"):

@@ -11,14 +11,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from titanlite import (
-    TitanliteError,
-    build_optimizer,
-    build_scheduler,
-    load_checkpoint,
-    save_checkpoint,
-)
+from titanlite import TitanliteError, load_checkpoint, save_checkpoint
 from titanlite.tools.convert.command import to_safetensors
+from titanlite.training import build_optimizer, build_scheduler
 
 
 @dataclass

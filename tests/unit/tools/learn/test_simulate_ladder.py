@@ -8,19 +8,17 @@ from pathlib import Path
 import pytest
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.tools.learn.ladder import (
+from titanlite.tools.learn.ladder.rungs import (
     RUNGS,
     Rung,
     check_outcomes,
     ladder_table,
     make_rungs,
-    run_ladder,
+    run_program,
     run_rung,
 )
-from titanlite.tools.learn.ladder.rungs import run_program
 from titanlite.tools.simulate import Link, Network, SimulationError
 from titanlite.tools.simulate import gpu as gpu_module
-from titanlite.tools.simulate.cluster import Cluster
 from titanlite.tools.simulate.collectives import (
     all_to_all,
     gather_rows,
@@ -29,7 +27,7 @@ from titanlite.tools.simulate.collectives import (
     ring_reduce_scatter,
     scatter_rows,
 )
-from titanlite.tools.simulate.gpu import GPU
+from titanlite.tools.simulate.gpu import GPU, Cluster
 from titanlite.tools.simulate.train_step import StepWorkload, make_train_step, single_process
 
 GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "latency_ladder.json").read_text())
@@ -37,7 +35,7 @@ GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "latency_ladder.json
 
 @pytest.fixture(scope="module")
 def measured():
-    return {row.rung.name: row for row in run_ladder()}
+    return {rung.name: run_rung(rung)[0] for rung in RUNGS}
 
 
 def test_constants_and_workload():
@@ -64,17 +62,6 @@ def test_constants_and_workload():
 )
 def test_published_times(measured, rung, key):
     assert measured[rung].seconds == pytest.approx(GOLDEN[key], abs=1e-9)
-
-
-def test_relay_and_ring_alone():
-    workers, size = GOLDEN["workers"], GOLDEN["gradient_size_units"]
-    ranks = list(range(workers))
-    cluster = Cluster(workers)
-    sums = cluster.run(
-        lambda gpu: ring_all_reduce(gpu, ranks, "gradients", size, [gpu.global_rank, 1])
-    )
-    assert sums == [[6, 4]] * 4
-    assert cluster.seconds == pytest.approx(GOLDEN["1d_ring_sync_seconds"])
 
 
 def test_pipeline_times_by_hand(measured):
@@ -220,14 +207,6 @@ def test_rungs_for_degrees_add_one_axis_at_a_time():
     assert [rung.name for rung in rungs] == ["0D", "1D DP 4", "2D DP 4 x TP 2"]
     assert [rung.below for rung in rungs] == [None, "0D", "1D DP 4"]
     assert all(rung.overlap and rung.microbatch_items == 2 for rung in rungs[1:])
-    assert len(run_ladder(rungs=rungs)) == 3
-
-
-def test_results_do_not_depend_on_which_thread_runs_first():
-    rung = RUNGS[-1]
-    runs = [run_rung(rung)[1] for _ in range(3)]
-    clocks = [[gpu.seconds for gpu in cluster.gpus] for cluster in runs]
-    assert clocks[0] == clocks[1] == clocks[2]
 
 
 UNITS = [Fraction(1, 3), Fraction(1, 7), Fraction(1, 10), 1e-9, 1e-3, 100.0]
@@ -286,12 +265,9 @@ def test_gpu_alone_charges_time():
     gpu.receive(3, "gradients", 500)
     assert gpu.seconds == pytest.approx(2.0 + 5.05 + 0.05)
     assert [event.kind for event in gpu.events] == ["compute", "send", "receive"]
-
-
-def test_memory_traffic_bounds_a_computation_with_little_arithmetic():
-    gpu = GPU(0)
+    # 5,000 units of memory take longer than one of compute.
     gpu.compute("lookup", 1, memory_units=5000)
-    assert gpu.seconds == pytest.approx(0.5)
+    assert gpu.events[-1].end - gpu.events[-1].start == pytest.approx(0.5)
 
 
 def test_memory_is_counted_and_can_run_out():
@@ -324,15 +300,6 @@ def test_deadlock_names_what_each_rank_waits_for():
     assert "rank 0 waits for a token from rank 1; rank 1 waits for a token from rank 0" in str(
         error.value
     )
-
-
-def test_message_that_is_never_sent_is_a_deadlock_too():
-    def program(gpu):
-        if gpu.global_rank == 0:
-            gpu.receive(1, "a token", 1)
-
-    with pytest.raises(SimulationError, match="rank 0 waits for a token from rank 1"):
-        Cluster(2).run(program)
 
 
 def test_error_on_one_rank_stops_the_others():
@@ -393,17 +360,6 @@ def test_rows_are_gathered_in_order_and_scattered_as_sums():
     assert cluster.seconds == pytest.approx(2 * (0.05 + 0.01))
 
 
-def test_grid_maps_ranks_and_coordinates_both_ways():
-    grid = Grid(pp=2, dp=3, tp=4)
-    assert grid.world_size == 24
-    for rank in range(24):
-        assert grid.rank(**grid.coordinates(rank)) == rank
-    assert grid.coordinates(17) == {"pp": 1, "dp": 1, "tp": 1}
-    assert grid.group(17, "tp") == [16, 17, 18, 19]
-    assert grid.group(17, "dp") == [13, 17, 21]
-    assert grid.group(17, "pp", "dp") == [1, 5, 9, 13, 17, 21]
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -454,26 +410,15 @@ def test_overlapped_messages_take_no_time_of_the_gpu():
         gpu.compute("work", 20)
         with gpu.overlapped():
             gpu.exchange(other, other, "second", 100, None)
-        gpu.join("both")
-        return gpu.seconds
-
-    cluster = Cluster(2)
-    # The first message is hidden by 2 s of work; the second takes 0.05 + 1 s after it.
-    assert cluster.run(program) == pytest.approx([3.05] * 2)
-    gpu = cluster.gpus[0]
-    assert gpu.seconds_in("send", "receive") == 0
-    assert gpu.seconds_in("join") == pytest.approx(1.05)
-    kinds = [span.kind for span in cluster.timeline("overlap").spans if span.row == 0]
-    assert kinds == ["REDUCE", "REDUCE"]
-
-
-def test_overlapped_messages_queue_behind_each_other():
-    def program(gpu):
-        other = 1 - gpu.global_rank
-        for part in range(3):
-            with gpu.overlapped():
-                gpu.exchange(other, other, f"part {part}", 100, None)
+            gpu.exchange(other, other, "third", 100, None)
         gpu.join("all")
         return gpu.seconds
 
-    assert Cluster(2).run(program) == pytest.approx([3 * 1.05] * 2)
+    cluster = Cluster(2)
+    # The first message is hidden by 2 s of work; the others take 0.05 + 1 s each, in a row.
+    assert cluster.run(program) == pytest.approx([4.1] * 2)
+    gpu = cluster.gpus[0]
+    assert gpu.time_in("send", "receive") == 0
+    assert gpu.time_in("join") == Fraction("2.1")
+    kinds = [span.kind for span in cluster.timeline("overlap").spans if span.row == 0]
+    assert kinds == ["REDUCE"] * 3

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 import titanlite.tools.learn.ladder as ladder
-from titanlite.tools.learn.ladder import RUNGS, run_rung
 from titanlite.tools.learn.ladder.__main__ import SCRIPTS, main
-from titanlite.tools.learn.ladder.rungs import run_program
+from titanlite.tools.learn.ladder.rungs import RUNGS, run_program, run_rung
 from titanlite.tools.simulate import Link, Network, SimulationError
 from titanlite.tools.simulate.train_step import StepWorkload
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from titanlite.config import JobConfig, make_config
+from titanlite.config import JobConfig
 from titanlite.tools.planner.calibrate import hardware_text
 from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.events import Communication, Operator, Site
@@ -27,7 +27,7 @@ def sample(name: str, num_bytes: int, flops: int = 0, dtype: str = "float32") ->
 
 def tiny_job(**plan: int) -> JobConfig:
     degrees = {"data_parallel_shard_degree": 1, **plan}
-    return make_config(
+    return JobConfig.from_dict(
         {
             "model": {"flavor": "debug"},
             "training": {"dataset": "synthetic", "global_batch_size": 4, "local_batch_size": 4},

@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 
 from titanlite import cli
-from titanlite.config import JobConfig, load_config, make_config, resolve_job
+from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.schedule import make_schedule
 from titanlite.schedule.trace import make_trace
 from titanlite.schedule.walk import walk
 from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.command import _read_measured, plannable
+from titanlite.tools.planner.composition import representatives
 from titanlite.tools.planner.events import Trace
 from titanlite.tools.planner.hardware import FOLDER, load_hardware
 from titanlite.tools.planner.planning import PIECES, plan_job
-from titanlite.tools.planner.representatives import representatives
 from titanlite.tools.planner.trace import trace_rank
 
 BATCH, TOKENS = 4, 64
 
 
 def debug_job(plan: dict[str, Any] | None = None, **training: Any) -> JobConfig:
-    return make_config(
+    return JobConfig.from_dict(
         {
             "model": {"flavor": "debug"},
             "training": {"dataset": "synthetic", "global_batch_size": BATCH, **training},
@@ -68,7 +68,7 @@ def test_shards_hold_their_part_and_full_checkpointing_keeps_less() -> None:
     assert "gathered parameters" in sharded.category_of.values()
     assert "gathered parameters" not in alone.category_of.values()
     values = debug_job(local_batch_size=1).model_dump(exclude_unset=True)
-    full = trace(make_config({**values, "activation_checkpoint": {"mode": "full"}}))
+    full = trace(JobConfig.from_dict({**values, "activation_checkpoint": {"mode": "full"}}))
     assert full.flops > 1.25 * alone.flops
     assert full.peak().bytes_of["activations"] < 0.5 * alone.peak().bytes_of["activations"]
     phases = {operator.place.phase for operator in full.operators}
@@ -78,7 +78,8 @@ def test_shards_hold_their_part_and_full_checkpointing_keeps_less() -> None:
 def test_a_compiled_block_keeps_what_its_partition_saves() -> None:
     values = debug_job(local_batch_size=1).model_dump(exclude_unset=True)
     eager, compiled = (
-        trace(make_config({**values, "compile": {"enable": enable}})) for enable in (False, True)
+        trace(JobConfig.from_dict({**values, "compile": {"enable": enable}}))
+        for enable in (False, True)
     )
     assert compiled.flops == eager.flops
     assert compiled.peak().bytes_of["activations"] < 0.9 * eager.peak().bytes_of["activations"]
@@ -102,7 +103,7 @@ def test_ranks_of_all_kinds_of_stages_are_traced() -> None:
             "tensor_parallel_degree": 2 if stages > 1 else 1,
         }
         dims = resolve_job(
-            make_config(
+            JobConfig.from_dict(
                 {
                     "model": {"flavor": "debug", "num_layers": 32},
                     "training": {"dataset": "synthetic", "local_batch_size": 32},
@@ -182,7 +183,7 @@ def test_a_large_job_whose_pieces_are_known_is_planned_without_torch(
     sizes = ["--training.global_batch_size=512", "--training.local_batch_size=1"]
     words = ["--model.flavor=debug", "--training.dataset=synthetic", *sizes]
     words.append("--activation_checkpoint.mode=full")
-    config, _ = plannable(load_config(words), hardware=load_hardware("h100"))
+    config, _ = plannable(parse_args(words), hardware=load_hardware("h100"))
     resolved = resolve_job(config, None)
     assert plan_job(resolved).method == PIECES
     load_applied(resolved)

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config import ResolvedJob, load_config, resolve_job
+from titanlite.config import ResolvedJob, parse_args, resolve_job
 from titanlite.config.load import override
 from titanlite.errors import TraceError
 from titanlite.tools.planner import pieces
 from titanlite.tools.planner.cache import folder, known_pieces, load_applied, load_pieces
 from titanlite.tools.planner.command import plannable
 from titanlite.tools.planner.compose import compose
-from titanlite.tools.planner.events import Trace, totals
+from titanlite.tools.planner.events import Trace
 from titanlite.tools.planner.pieces import trace_pieces
 from titanlite.tools.planner.planning import PIECES, plan_job
+from titanlite.tools.planner.segments import P2P, Shared
 from titanlite.tools.planner.trace import trace_rank
 
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -139,12 +140,12 @@ def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
 
     Returns the job and the trace of its first rank.
     """
-    config, _ = plannable(load_config([f"--job.config_file={CONFIGS / name}.toml", *changes]))
+    config, _ = plannable(parse_args([f"--job.config_file={CONFIGS / name}.toml", *changes]))
     resolved = resolve_job(config)
     composed = compose(resolved, trace_pieces(resolved, is_compiled=True))
     for one in {len(composed) - 1: composed[-1], 0: composed[0]}.values():
         trace = trace_rank(resolved, one.rank)
-        assert one.totals() == totals(trace.communications)
+        assert one.totals() == trace.totals()
         assert one.flops == trace.flops
         for category in ("parameters", "optimizer state"):
             assert one.held[category] == trace.held[category]
@@ -153,10 +154,19 @@ def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
     return resolved, trace
 
 
+def test_segments_live_as_long_as_their_times() -> None:
+    resolved = resolve_job(parse_args([f"--job.config_file={CONFIGS / 'pp2_interleaved.toml'}"]))
+    shared = Shared()
+    composed = compose(resolved, load_pieces(resolved), shared=shared)
+    kept = {id(segment) for segment in shared.segments.values()}
+    timed = {id(d.segment) for one in composed for d in one.actions if d.kind not in P2P}
+    assert timed <= kept
+
+
 def test_a_cache_that_cannot_be_written_or_read_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolved = resolve_job(load_config([f"--job.config_file={CONFIGS / 'single.toml'}"]))
+    resolved = resolve_job(parse_args([f"--job.config_file={CONFIGS / 'single.toml'}"]))
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     traced = load_pieces(resolved)
@@ -169,7 +179,7 @@ def test_a_cache_that_cannot_be_written_or_read_is_not_used(
 
 
 def test_a_plan_says_what_a_split_backward_pass_repeats() -> None:
-    config = load_config(
+    config = parse_args(
         [
             f"--job.config_file={CONFIGS / 'pp2_fsdp2.toml'}",
             *(f"{SCHEDULE}ZBVZeroBubble", "--activation_checkpoint.mode=full"),
@@ -184,7 +194,7 @@ def test_a_plan_says_what_a_split_backward_pass_repeats() -> None:
 def test_only_a_job_that_fails_on_fake_tensors_cannot_be_traced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    resolved = resolve_job(load_config([f"--job.config_file={CONFIGS / 'single.toml'}"]))
+    resolved = resolve_job(parse_args([f"--job.config_file={CONFIGS / 'single.toml'}"]))
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError("a value\nis needed")

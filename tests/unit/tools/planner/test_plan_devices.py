@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.config import ResolvedJob, make_config, resolve_job
+from titanlite.config import JobConfig, ResolvedJob, resolve_job
 from titanlite.tools.planner.cache import key_of
 from titanlite.tools.planner.events import Operator, Trace
 from titanlite.tools.planner.pieces import trace_pieces
@@ -17,7 +17,7 @@ PRODUCT8 = "aten::_scaled_mm"
 
 
 def job(device: str, model: dict[str, Any] | None = None, **plan: Any) -> ResolvedJob:
-    config = make_config(
+    config = JobConfig.from_dict(
         {
             "job": {"device": device},
             "model": {"name": "llama3", "flavor": "tiny", **(model or {})},

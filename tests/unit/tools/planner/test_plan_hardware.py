@@ -46,15 +46,27 @@ def test_a_curve_is_a_line_of_logarithms_and_constant_outside() -> None:
     ("before", "after", "line"),
     [
         ("num_bytes = 80e9\n", "", "memory.num_bytes: is missing; give it"),
-        ("num_bytes = 80e9", "num_bytes = -1", "memory.num_bytes: -1 is not above 0"),
-        ("num_ranks = 8", "num_ranks = 8.5", "node.num_ranks: 8.5 is not a whole number"),
+        ("num_bytes = 80e9", "num_bytes = -1", "memory.num_bytes: -1 is not a number above 0"),
+        (
+            "num_ranks = 8",
+            "num_ranks = 8.5",
+            "node.num_ranks: 8.5 is refused: input should be a valid int",
+        ),
         ("share = 0.8\n", "share = [[2, 1], [1, 1]]\n", "fabric.share: [[2, 1], [1, 1]] is not a"),
         ("half_m = 0", "half_m = true", "products.half_m: True is not a number"),
         ("bytes_per_second = 12.4e9\n", "", "host.bytes_per_second: is missing; give it"),
         ("[fitted]", "[fited]", "fited: is not a known key; remove it"),
-        ('kind = "gpu"', 'kind = "tpu"', "kind: 'tpu' is neither gpu nor cpu"),
-        ("is_causal_halved = true", "is_causal_halved = 1", "attention.is_causal_halved: 1 is not"),
-        ("bfloat16 = 312e12", "bfloat16 = 0", "flops_per_second.bfloat16: 0 is not above 0"),
+        ('kind = "gpu"', 'kind = "tpu"', "kind: 'tpu' is refused: input should be 'gpu' or 'cpu'"),
+        (
+            "is_causal_halved = true",
+            "is_causal_halved = 1",
+            "attention.is_causal_halved: 1 is refused",
+        ),
+        (
+            "bfloat16 = 312e12",
+            "bfloat16 = 0",
+            "flops_per_second.bfloat16: 0 is not a number above 0",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_with_its_key(

@@ -11,7 +11,7 @@ from typing import Any
 import browser
 import pytest
 
-from titanlite.config import make_config, resolve_job
+from titanlite.config import JobConfig, resolve_job
 from titanlite.tools.planner.evaluate import FoundPlan
 from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.planner.html import draw_page
@@ -110,7 +110,7 @@ def test_a_search_is_shown_as_it_was_found() -> None:
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
     """The page of a pipelined job with CPU offload, and of a search, in a browser."""
-    config = make_config(
+    config = JobConfig.from_dict(
         {
             "model": {"flavor": "debug"},
             "job": {"device": "cuda"},

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.config import make_config, resolve_job
+from titanlite.config import JobConfig, resolve_job
 from titanlite.schedule.trace import make_trace
 from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.planner.planning import PIECES, JobPlan, plan_job
@@ -23,7 +23,7 @@ P, G, O = MEMORY_SHARES[:3]  # noqa: E741
 
 
 def make_plan(hardware: str | None = "h100", **parallelism: Any) -> JobPlan:
-    config = make_config(
+    config = JobConfig.from_dict(
         {
             "model": {"flavor": "debug"},
             "training": {

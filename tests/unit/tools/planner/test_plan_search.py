@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titanlite import cli
-from titanlite.config import load_config, resolve_job
+from titanlite.config import parse_args, resolve_job
 from titanlite.config.load import override
 from titanlite.errors import TraceError
 from titanlite.tools.planner import evaluate
@@ -50,7 +50,7 @@ from titanlite.tools.planner.space import (
 )
 
 JOB = Path(__file__).parents[4] / "configs" / "tp2_fsdp2.toml"
-CONFIG = load_config([f"--job.config_file={JOB}"])
+CONFIG = parse_args([f"--job.config_file={JOB}"])
 H100 = load_hardware("h100")
 
 

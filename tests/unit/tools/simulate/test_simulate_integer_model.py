@@ -108,13 +108,6 @@ def test_shards_make_up_the_weight(kind):
     assert rows == whole
 
 
-def test_weights_depend_on_their_names():
-    assert make_weight("layers.0.attention.query", WIDTH) != make_weight(
-        "layers.1.attention.query", WIDTH
-    )
-    assert make_input(0, TOKENS, WIDTH) != make_input(1, TOKENS, WIDTH)
-
-
 def test_a_step_lowers_the_loss():
     model = make_layers(range(4), 4)
     before = run(model)

@@ -4,7 +4,6 @@ import itertools
 import xml.etree.ElementTree as ET
 from fractions import Fraction
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +19,6 @@ from titanlite.tools.simulate import (
     simulate,
     simulate_schedule,
 )
-from titanlite.tools.simulate.memory import KINDS
 
 F, B, W = Direction.FORWARD, Direction.BACKWARD, Direction.WEIGHT
 SIZES = {"weight_units": 3, "gradient_units": 5, "optimizer_units": 7, "kept_units": 11}
@@ -231,33 +229,12 @@ def test_seconds_and_bytes_in_the_command(tmp_path, capsys):
     assert "memory, by worker, GiB" in drawn
 
 
-def test_a_bandwidth_is_the_inverse_of_the_time_per_unit(capsys):
-    arguments = "simulate 1F1B --workers 2 --activation-units 3 --quiet"
-    assert main([*arguments.split(), "--bandwidth", "4"]) == 0
-    assert main([*arguments.split(), "--time-per-unit", "1/4"]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert table[2] == table[5]
-
-
-def test_times_of_a_schedule_do_not_depend_on_their_unit():
-    in_seconds = Costs(forward=Fraction(3, 1000), backward=Fraction(5, 1000), time_unit="s")
-    plain = Costs(forward=3, backward=5)
-    schedule = make_schedule("ZBV", 3, 6)
-    one, other = simulate_schedule(schedule, in_seconds), simulate_schedule(schedule, plain)
-    assert one.makespan * 1000 == other.makespan
-    assert [span.start for span in one.timeline().spans] == pytest.approx(
-        [span.start for span in other.timeline().spans]
-    )
-    assert (one.timeline().unit, other.timeline().unit) == ("ms", "steps")
-
-
 def test_pictures_of_many_workers_show_the_fullest(tmp_path):
     panels = [
         MemoryPanel(f"rank {i}", [(0, (1.0, 0.0)), (1, (2.0, 9.0 * (i == 20))), (2, (1, 0))])
         for i in range(40)
     ]
-    save_memory(tmp_path / "many.svg", panels, ["weights", "gradients"], title="many")
+    texts = {"title": "many", "time_unit": "ms", "size_unit": "GiB"}
+    save_memory(tmp_path / "many.svg", panels, ["weights", "gradients"], **texts)
     drawn = (tmp_path / "many.svg").read_text()
     assert ET.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
-    with pytest.raises(ValueError, match="no workers"):
-        save_memory(tmp_path / "none.png", [], KINDS)

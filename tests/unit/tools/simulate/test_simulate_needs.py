@@ -147,7 +147,7 @@ BAD = {
     "no list": (lambda w: 3, "needs raises TypeError for f0.0"),
     "no work": (lambda w: [3], "needs: f0.0 needs 3; it must be a Work"),
     "beyond": (lambda w: [Work(2, 0, F)], "stage of 0 to 1, a batch of 0 to 1"),
-    "weight": (lambda w: [Work(1, 0, W)], "FORWARD or BACKWARD"),
+    "weight": (lambda w: [Work(1, 0, W)], "f0.0 needs a weight gradient"),
     "itself": (lambda w: [w], "needs: f0.0 needs itself"),
     "circle": (lambda w: [Work(1, 1 - w.batch, F)] if w.direction == F else [], "go in a circle"),
 }

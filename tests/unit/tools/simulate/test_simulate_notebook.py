@@ -16,11 +16,11 @@ CELLS = [
     """
 from importlib import reload
 
-from titanlite.tools.simulate import parallelsim
+from titanlite.tools import simulate as parallelsim
 
 reload(parallelsim)
 
-from titanlite.tools.simulate.parallelsim import Work, ComputeAndWeightWorkers
+from titanlite.tools.simulate import Work, ComputeAndWeightWorkers
 """,
     """
 num_workers = 6

@@ -44,8 +44,8 @@ def test_mistake(assert_equivalent):
     assert_equivalent(build, with_ddp, batches=WHOLE, **{**DP, "split": "tp"})
 
 def test_job(verify_job):
-    found = verify_job(JOB, overrides={"debug.seed": 3}, shrink=True, steps=1)
-    assert found.threads and found.job.config.debug.seed == 3
+    found = verify_job(JOB, changes={"debug.seed": 3}, shrink=True, steps=1)
+    assert found.found.threads and found.found.job.config.debug.seed == 3
 
 def test_job_fails(verify_job):
     import titanlite
@@ -54,7 +54,7 @@ def test_job_fails(verify_job):
         return 0, 1 / (2 - torch.distributed.get_world_size())
 
     titanlite.register_metric("fails", fails)
-    verify_job(JOB, overrides=FAILING, shrink=True, steps=1)
+    verify_job(JOB, changes=FAILING, shrink=True, steps=1)
 """
 
 
@@ -72,9 +72,9 @@ def test_a_failure_says_what_is_wrong_at_the_line_of_the_test(pytester: pytest.P
             '>       assert_equivalent(build, with_ddp, batches=WHOLE, *"split": "tp"})',
             "E       titanlite.errors.ConfigError: split: there is no axis 'tp'*",
             "*.py:*: ConfigError",
-            ">       verify_job(JOB, overrides=FAILING, shrink=True, steps=1)",
+            ">       verify_job(JOB, changes=FAILING, shrink=True, steps=1)",
             "E       AssertionError: the plan does not run: rank ?: ZeroDivisionError: *",
-            "E       plan       dp_shard 2, 2 ranks as threads: job",
+            "E       plan       dp_shard 2, 2 ranks as threads: ",
             "E       DOES NOT RUN: *",
             "E           return 0, 1 / (2 - torch.distributed.get_world_size())",
             "*.py:*: AssertionError",

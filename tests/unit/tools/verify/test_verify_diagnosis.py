@@ -7,16 +7,31 @@ import math
 import pytest
 
 from titanlite.mesh.parallel_dims import AXES, ParallelDims
+from titanlite.tools.verify.diagnose import diagnose
 from titanlite.tools.verify.differences import Disagreement
 from titanlite.tools.verify.evidence import Evidence
 from titanlite.tools.verify.inputs import explain_shards
 from titanlite.tools.verify.matrix import OFF, features_of, name_of, plans_of
 from titanlite.tools.verify.norms import explain_norm, true_norm
 from titanlite.tools.verify.overview import DIFFERS, draw_overview
-from titanlite.tools.verify.record import Agreement, RankRun, RankStep, RankTrace, ReferenceTrace
+from titanlite.tools.verify.record import (
+    Agreement,
+    RankRun,
+    RankStep,
+    RankTrace,
+    ReferenceTrace,
+    wrong_calls_in_order,
+)
 from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.shares import describe_shares
-from titanlite.tools.verify.wording import listed, name_factor, name_parameters, name_ranks
+from titanlite.tools.verify.wording import (
+    Explained,
+    listed,
+    name_factor,
+    name_parameters,
+    name_ranks,
+    told_apart,
+)
 
 DIMS = ParallelDims(dp_replicate=3, cp=5)
 
@@ -119,6 +134,39 @@ def test_shards_on_the_wrong_rank_are_told_from_wrong_values(order: tuple[str, s
     assert words.startswith("ranks hold each other's shards of all 1 parameters") == (
         order == ("1", "0")
     )
+
+
+def test_what_explains_few_gradients_does_not_hide_the_others():
+    placed = {name: {"tp": "replicated"} for name in ("a.weight", "b.weight", "c.weight")}
+    runs = runs_on(ParallelDims(tp=2), placed)
+    failed = [Disagreement(1, "gradient", name, 1.0, 0.0) for name in placed]
+    evidence = Evidence(ParallelDims(tp=2), [], runs, Result(failures=failed))
+
+    def of(*names: str) -> list[str]:
+        few = Explained("a factor", names)
+        return diagnose(evidence, [lambda e: [few, Explained("a part of it", names[:1])]])
+
+    (first,) = of("a.weight", "b.weight")
+    assert first == "a factor. This does not explain the gradient of c.weight, which differs too"
+    first, second = of("a.weight")
+    assert "2 of 3 gradients (b.weight and c.weight" in first
+    assert second == "a factor"
+    assert of(*placed) == ["a factor"]
+
+
+def test_outputs_inside_a_right_one_are_not_to_blame():
+    order = ["block.up", "block.down", "block", "head", ""]
+    right, wrong = dict.fromkeys(order, False), dict.fromkeys(order, True)
+    inside = right | {"block.down": True}
+    assert wrong_calls_in_order(order, [inside, right]) == []
+    assert wrong_calls_in_order(order, [inside | {"head": True, "": True}, right]) == ["head", ""]
+    assert wrong_calls_in_order(order, [right, wrong]) == order
+
+
+def test_numbers_that_differ_look_different():
+    assert told_apart(0.1234567891, 0.1234567899) == ["0.123456789", "0.12345679"]
+    assert told_apart(2.0, 1.0) == ["2", "1"]
+    assert told_apart(0.5, 0.5) == ["0.5", "0.5"]
 
 
 def shares_of(weights: list[float], targets: list[int], cells: list) -> str:

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from titanlite.cli import main
-from titanlite.config import load_config, make_config, make_model_config, override, resolve_job
+from titanlite.config import JobConfig, make_model_config, override, parse_args, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.start import check_start
@@ -46,7 +46,7 @@ SYNTHETIC = ["--training.dataset=synthetic", "--training.dataset_path=none"]
 
 def load(path: Path):
     changes = [] if "pydoc" in path.read_text() else SYNTHETIC
-    return load_config([f"--job.config_file={path}", *changes])
+    return parse_args([f"--job.config_file={path}", *changes])
 
 
 def test_options_are_told_from_the_job():
@@ -177,7 +177,7 @@ def test_a_gradient_of_nothing_but_rounding_counts_as_equal():
 @pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
 def test_the_formula_of_the_schedule_is_that_of_what_runs(decay_type):
     section = {"warmup_steps": 3, "decay_ratio": 0.5, "min_lr_factor": 0.1}
-    config = make_config(
+    config = JobConfig.from_dict(
         {
             "training": {"steps": 12},
             "lr_scheduler": {**section, "decay_type": decay_type},
@@ -197,7 +197,7 @@ def test_the_formula_of_the_schedule_is_that_of_what_runs(decay_type):
 
 
 def test_until_stable_reaches_what_begins_on_the_way():
-    config = make_config(
+    config = JobConfig.from_dict(
         {
             "training": {"steps": 60, "gc_freq": 20},
             "lr_scheduler": {"warmup_steps": 10, "decay_ratio": 0.5},
@@ -217,12 +217,12 @@ def test_until_stable_reaches_what_begins_on_the_way():
 
 
 def test_a_batch_is_held_against_its_parts():
-    config = make_config({"training": {"global_batch_size": 24, "local_batch_size": 3}})
+    config = JobConfig.from_dict({"training": {"global_batch_size": 24, "local_batch_size": 3}})
     whole, parts = accumulation_pair(plan_job(resolve_job(config, 2), "float64"))
     assert (whole.global_batch_size, parts.global_batch_size) == (24, 24)
     assert whole.config.training.local_batch_size == 24
     assert parts.config.training.local_batch_size == 6
-    one = make_config({"training": {"global_batch_size": 1, "local_batch_size": 1}})
+    one = JobConfig.from_dict({"training": {"global_batch_size": 1, "local_batch_size": 1}})
     assert accumulation_pair(plan_job(resolve_job(one), "float64")) is None
 
 
@@ -306,7 +306,7 @@ def test_a_stored_result_of_wrong_values_is_left_out(tmp_path):
 
 def test_an_unknown_model_is_bad_input():
     with pytest.raises(ConfigError, match="there is no model"):
-        load_config(["--model.name=none"])
+        parse_args(["--model.name=none"])
 
 
 def test_every_rank_of_every_run_starts_with_a_random_state_of_its_own() -> None:

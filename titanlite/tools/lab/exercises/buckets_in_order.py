@@ -1,4 +1,4 @@
-"""Note 4: buckets that fill in a different order on every rank."""
+"""Note 4: all-reduces in the same order on all ranks, whatever fills first."""
 
 import torch
 

@@ -24,11 +24,10 @@ class Exercise:
 
     Its name and docstring are the task. `inputs(rank)` gives the arguments of a rank, and
     `expected(arguments of all ranks)` the results of all ranks: tensors, numbers, text, None, or
-    lists of these. All messages together may be at most `num_messages` with `num_bytes`, and take
-    at most `num_steps` on the clock of the record; by default, as many as the worked solution.
-    `forbidden` are the collectives of the device that the answer has to build itself. With
-    `num_parts`, the inputs are `tagged(rank, num_parts)` (pictures.py), so that messages are named
-    by the parts they contain.
+    lists of these. An answer may send as many messages and bytes as the worked solution, in as many
+    steps on the clock of the record. `forbidden` are the collectives of the device that the answer
+    has to build itself. With `num_parts`, the inputs are `tagged(rank, num_parts)` (pictures.py),
+    so that messages are named by the parts they contain.
     """
 
     solution: Callable[..., Any]
@@ -37,9 +36,6 @@ class Exercise:
     expected: Callable[[Sequence[tuple[Any, ...]]], Sequence[Any]]
     mesh: Mesh = field(default_factory=lambda: Mesh(rank=4))
     algorithm: str = "ring"
-    num_messages: int | None = None
-    num_bytes: int | None = None
-    num_steps: int | None = None
     forbidden: tuple[str, ...] = ()
     num_parts: int = 0
 

@@ -1,4 +1,4 @@
-"""Note 8: the norm of gradients that are sharded on one axis, replicated on another."""
+"""Note 8: the norm of gradients sharded on one axis and replicated on another."""
 
 import torch
 

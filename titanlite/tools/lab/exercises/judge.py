@@ -19,12 +19,10 @@ import torch
 
 from titanlite.errors import RankError
 from titanlite.tools.lab.cluster import VirtualCluster
-from titanlite.tools.lab.counts import Counts
 from titanlite.tools.lab.device import VirtualDevice
 from titanlite.tools.lab.diagnosis import CommunicationError
-from titanlite.tools.lab.drawing import Record
 from titanlite.tools.lab.exercises.exercise import Exercise
-from titanlite.tools.lab.pictures import describe, name_parts, parts_of
+from titanlite.tools.lab.pictures import Record, describe, name_parts, parts_of
 from titanlite.tools.lab.record import Message
 
 PASSED, UNWRITTEN, ERROR, VALUE, CHANGED = "passed", "unwritten", "error", "value", "changed"
@@ -47,34 +45,42 @@ class Verdict:
 def judge(cluster: VirtualCluster, exercise: Exercise, answer: Callable[..., Any]) -> Verdict:
     """Run an answer on the cluster, whose mesh is set to that of the exercise."""
     cluster.mesh = exercise.mesh
+    _run(cluster, exercise, exercise.solution)
+    model, allowed = cluster.record, _costs(cluster)
     try:
         results = _run(cluster, exercise, answer)
     except CommunicationError as error:
-        record = Record(error.record.events)
-        where = _first_difference(cluster, exercise, record)
-        return Verdict(error.kind, (str(error), *where), record)
+        where = _first_difference(exercise, error.record, model)
+        return Verdict(error.kind, (str(error), *where), error.record)
     except RankError as error:
-        if "NotImplementedError" in error.message:
-            return Verdict(UNWRITTEN, (f"{error.message.partition(': ')[2]}; {_help(exercise)}",))
         return Verdict(ERROR, (f"{error}{_line_of(error, exercise.name)}",))
-    record, counts = cluster.record, cluster.counts
+    record = cluster.record
     expected = exercise.expected([exercise.inputs(rank) for rank in range(exercise.mesh.size)])
     for rank, ((mine, changed), right) in enumerate(zip(results, expected, strict=True)):
         if isinstance(mine, _Unwritten):
-            return Verdict(UNWRITTEN, (f"{mine.text}; {_help(exercise)}",), record)
+            text = f"{mine.text}; `titanlite lab exercise {exercise.name} --hint` shows a hint"
+            return Verdict(UNWRITTEN, (text,), record)
         difference = _difference(mine, right)
         if difference:
-            where = _first_difference(cluster, exercise, record)
+            where = _first_difference(exercise, record, model)
             return Verdict(VALUE, (f"rank {rank} {difference}", *where), record)
         if changed:
             text = f"rank {rank} changes its arguments in place; make a copy first"
             return Verdict(CHANGED, (text,), record)
+    counts = cluster.counts
     used = {collective.kind for collective in counts.collectives} | set(counts.torch_collectives)
     for kind in exercise.forbidden:
         if kind in used:
             text = f"calls {kind}, which this exercise has to do without; see the docstring"
             return Verdict(FORBIDDEN, (text,), record)
-    return _cost(cluster, exercise, record, counts)
+    spent = _costs(cluster)
+    for kind, number in spent.items():
+        if number > allowed[kind]:
+            verb = "takes" if kind == STEPS else "sends"
+            text = f"the result is right, but it {verb} {number} {kind}; {allowed[kind]} are enough"
+            return Verdict(kind, (text, *_first_difference(exercise, record, model)), record)
+    costs = ", ".join(f"{number} {kind}" for kind, number in spent.items())
+    return Verdict(PASSED, (f"right on all {exercise.mesh.size} ranks: {costs}",), record)
 
 
 class _Unwritten:
@@ -99,36 +105,16 @@ def _run(cluster: VirtualCluster, exercise: Exercise, answer: Callable[..., Any]
     return cluster.run(job, algorithm=exercise.algorithm, record=True, timeout_seconds=20)
 
 
-def _cost(cluster: VirtualCluster, exercise: Exercise, record: Record, counts: Counts) -> Verdict:
-    """Compare messages, bytes and steps with their limits: those given, or the solution's."""
-    spent = (len(record.messages), counts.d2d_bytes, record.steps.length)
-    given = (exercise.num_messages, exercise.num_bytes, exercise.num_steps)
-    allowed = list(given)
-    if None in given:
-        _run(cluster, exercise, exercise.solution)
-        own = cluster.record
-        own_cost = (len(own.messages), cluster.counts.d2d_bytes, own.steps.length)
-        allowed = [
-            mine if limit is None else limit for limit, mine in zip(given, own_cost, strict=True)
-        ]
-    kinds = {MESSAGES: "messages", BYTES: "bytes", STEPS: "steps"}
-    for (kind, unit), number, limit in zip(kinds.items(), spent, allowed, strict=True):
-        assert limit is not None
-        if number > limit:
-            verb = "takes" if kind == STEPS else "sends"
-            text = f"the result is right, but it {verb} {number} {unit}; {limit} are enough"
-            where = _first_difference(cluster, exercise, record)
-            return Verdict(kind, (text, *where), record)
-    costs = ", ".join(
-        f"{number} {unit}" for number, unit in zip(spent, kinds.values(), strict=True)
-    )
-    return Verdict(PASSED, (f"right on all {exercise.mesh.size} ranks: {costs}",), record)
+def _costs(cluster: VirtualCluster) -> dict[str, int]:
+    """What the last run has sent, and how long it took."""
+    record = cluster.record
+    counts = len(record.messages), cluster.counts.d2d_bytes, record.steps.length
+    return dict(zip((MESSAGES, BYTES, STEPS), counts, strict=True))
 
 
-def _first_difference(cluster: VirtualCluster, exercise: Exercise, record: Record) -> list[str]:
+def _first_difference(exercise: Exercise, record: Record, model: Record) -> list[str]:
     """The first step in which messages differ from those of the worked solution, if one does."""
-    _run(cluster, exercise, exercise.solution)
-    mine, theirs = _by_step(record, exercise), _by_step(cluster.record, exercise)
+    mine, theirs = _by_step(record, exercise), _by_step(model, exercise)
     for step in range(max([*mine, *theirs], default=-1) + 1):
         here, there = mine.get(step, {}), theirs.get(step, {})
         for rank in range(exercise.mesh.size):
@@ -192,10 +178,6 @@ def _show(value: Any) -> str:
         text = str(value.tolist())
         return text if len(text) <= 90 else f"{text[:90]}... of shape {tuple(value.shape)}"
     return repr(value)[:120]
-
-
-def _help(exercise: Exercise) -> str:
-    return f"`titanlite lab exercise {exercise.name} --hint` shows a hint"
 
 
 def _line_of(error: RankError, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Note 12: an all-to-all that sends a different number of rows to each rank."""
+"""Note 12: an all-to-all with a different number of rows for each rank."""
 
 import torch
 

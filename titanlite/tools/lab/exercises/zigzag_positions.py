@@ -1,4 +1,4 @@
-"""Note 11: the layout under which all ranks have equal work under a causal mask."""
+"""Note 11: which tokens a rank holds, for equal work under a causal mask."""
 
 from titanlite.tools.lab.exercises.exercise import Exercise
 

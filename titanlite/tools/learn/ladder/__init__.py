@@ -5,25 +5,3 @@ command.py   `titanlite simulate ladder`, and the options that the scripts share
 rung_*.py    each rung as a script of its own: titanlite ladder 2d-pp
 show.py      runs a script, draws its time line and prints its cost
 """
-
-from titanlite.tools.learn.ladder.rungs import (
-    RUNGS,
-    Measured,
-    Rung,
-    check_outcomes,
-    ladder_table,
-    make_rungs,
-    run_ladder,
-    run_rung,
-)
-
-__all__ = [
-    "RUNGS",
-    "Measured",
-    "Rung",
-    "check_outcomes",
-    "ladder_table",
-    "make_rungs",
-    "run_ladder",
-    "run_rung",
-]

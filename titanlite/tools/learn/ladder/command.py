@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 from fractions import Fraction
 from math import lcm
 
-from titanlite.schedule.timeline import Timeline
 from titanlite.tools.learn.ladder.rungs import (
     CLIMB,
     RUNGS,
@@ -18,11 +17,17 @@ from titanlite.tools.learn.ladder.rungs import (
     make_rungs,
     run_rung,
 )
-from titanlite.tools.options import write
 from titanlite.tools.simulate.exact import exact
 from titanlite.tools.simulate.gpu import ETHERNET
 from titanlite.tools.simulate.network import Link, Network
-from titanlite.tools.simulate.options import Parser, check_outputs, factor, number, whole
+from titanlite.tools.simulate.options import (
+    Parser,
+    check_outputs,
+    factor,
+    number,
+    whole,
+    write_timelines,
+)
 from titanlite.tools.simulate.train_step import StepWorkload
 from titanlite.tools.simulate.work import SimulationError
 
@@ -50,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         replace(cluster.timeline(measured.rung.name), caption=f"{measured.seconds:.1f} s")
         for measured, cluster in runs
     ]
-    wrote = write_pictures(options, timelines)
+    wrote = write_timelines(options, timelines)
     if not options.quiet:
         print(
             f"{workload.items} items; all losses, gradients and new weights equal a single "
@@ -60,31 +65,15 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def write_pictures(options: argparse.Namespace, timelines: Sequence[Timeline]) -> list[str]:
-    """Write the files that the options --svg and --html name; returns lines to print."""
-    wrote = []
-    if options.svg:
-        from titanlite.tools.figures.schedule_svg import draw_svg
-
-        wrote.append(write(options.svg, draw_svg(*timelines)))
-    if options.html:
-        from titanlite.tools.figures.schedule_html import draw_html
-
-        wrote.append(write(options.html, draw_html(timelines)))
-    return wrote
-
-
 def _rungs(options: argparse.Namespace) -> list[Rung]:
     """The standard rungs, or those up to the degrees given, with the options applied to all."""
     degrees = {axis: getattr(options, axis) for axis in CLIMB if getattr(options, axis) is not None}
     if degrees:
         return make_rungs(degrees, overlap=options.overlap, microbatch_items=options.microbatch)
-    rungs = RUNGS
-    if options.overlap:
-        rungs = [replace(rung, overlap=True) for rung in rungs]
-    if options.microbatch != 1:
-        rungs = [replace(rung, microbatch_items=options.microbatch) for rung in rungs]
-    return rungs
+    rungs = [replace(rung, overlap=rung.overlap or options.overlap) for rung in RUNGS]
+    if options.microbatch == 1:
+        return rungs
+    return [replace(rung, microbatch_items=options.microbatch) for rung in rungs]
 
 
 def make_workload(options: argparse.Namespace) -> StepWorkload:
@@ -116,32 +105,30 @@ def make_network(options: argparse.Namespace) -> Network:
 
 def add_arguments(parser: argparse.ArgumentParser, axes: Collection[str] = CLIMB) -> None:
     """The options that the ladder and the scripts of its rungs share: size, degrees, network."""
-    degrees = parser.add_argument_group("degrees")
+    add = parser.add_argument_group("degrees").add_argument
     for axis in axes:
-        degrees.add_argument(f"--{axis}", type=degree, metavar="N", help=AXES[axis])
-    size = parser.add_argument_group("workload")
+        add(f"--{axis}", type=degree, metavar="N", help=AXES[axis])
+    add = parser.add_argument_group("workload").add_argument
     for each in fields(StepWorkload):
         is_count = isinstance(each.default, int) and "units" not in each.name
-        size.add_argument(
+        add(
             f"--{each.name.replace('_', '-')}",
             type=degree if is_count else number,
             metavar="N" if is_count else "UNITS",
             help=f"default: {each.default}",
         )
-    network = parser.add_argument_group("network")
+    add = parser.add_argument_group("network").add_argument
     link = ETHERNET.between
-    network.add_argument(
-        "--latency", type=number, default=link.latency_seconds, metavar="SECONDS", help="a message"
-    )
-    network.add_argument(
+    add("--latency", type=number, default=link.latency_seconds, metavar="SECONDS", help="a message")
+    add(
         "--time-per-unit",
         type=number,
         default=link.seconds_per_unit,
         metavar="SECONDS",
         help="of data sent",
     )
-    network.add_argument("--workers-per-node", type=degree, default=1, metavar="N")
-    network.add_argument(
+    add("--workers-per-node", type=degree, default=1, metavar="N")
+    add(
         "--inside-speedup",
         type=factor,
         metavar="FACTOR",
@@ -157,22 +144,20 @@ def _parser() -> argparse.ArgumentParser:
         "the ladder adds these dimensions one after the other.",
     )
     add_arguments(parser)
-    step = parser.add_argument_group("step")
-    step.add_argument(
-        "--overlap", action="store_true", help="sum gradients during the last backward pass"
-    )
-    step.add_argument(
+    add = parser.add_argument_group("step").add_argument
+    add("--overlap", action="store_true", help="sum gradients during the last backward pass")
+    add(
         "--microbatch",
         type=lambda text: None if text == "all" else degree(text),
         default=1,
         metavar="N",
         help="items per microbatch (default: 1), or `all` items of a rank",
     )
-    output = parser.add_argument_group("output")
-    output.add_argument("--svg", metavar="FILE")
-    output.add_argument("--html", metavar="FILE", help="a page with tooltips and zoom")
-    output.add_argument("--quiet", action="store_true", help="print only the table")
-    output.add_argument("--sleep", action="store_true", help="run in real time")
+    add = parser.add_argument_group("output").add_argument
+    add("--svg", metavar="FILE")
+    add("--html", metavar="FILE", help="a page with tooltips and zoom")
+    add("--quiet", action="store_true", help="print only the table")
+    add("--sleep", action="store_true", help="run in real time")
     return parser
 
 

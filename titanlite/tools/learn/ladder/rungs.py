@@ -7,14 +7,13 @@ weights equal those of a single process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.quantities import format_table
-from titanlite.tools.simulate.cluster import Cluster
 from titanlite.tools.simulate.collectives import relay_sum, ring_all_reduce
-from titanlite.tools.simulate.gpu import ETHERNET, GPU
+from titanlite.tools.simulate.gpu import ETHERNET, GPU, Cluster
 from titanlite.tools.simulate.integer_model import shard
 from titanlite.tools.simulate.network import Network
 from titanlite.tools.simulate.train_step import (
@@ -79,15 +78,8 @@ def make_rungs(
         if degrees.get(axis, 1) > 1:
             here = {**rungs[-1].degrees, axis: degrees[axis]}
             name = " x ".join(f"{axis.upper()} {degree}" for axis, degree in here.items())
-            rungs.append(
-                Rung(
-                    f"{len(here)}D {name}",
-                    here,
-                    rungs[-1].name,
-                    overlap=overlap,
-                    microbatch_items=microbatch_items,
-                )
-            )
+            rung = Rung(f"{len(here)}D {name}", here, rungs[-1].name, overlap=overlap)
+            rungs.append(replace(rung, microbatch_items=microbatch_items))
     return rungs
 
 
@@ -213,30 +205,9 @@ def _is_here(name: str, at: dict[str, int], grid: Grid, workload: StepWorkload) 
     return is_own_layer and int(expert) * grid.degrees["ep"] // workload.experts == at["ep"]
 
 
-def run_ladder(
-    workload: StepWorkload | None = None,
-    network: Network = ETHERNET,
-    rungs: Sequence[Rung] = RUNGS,
-    sleep: bool = False,
-) -> list[Measured]:
-    """Run `rungs` in order. Raises SimulationError before the first if one of them cannot run."""
-    workload = workload or StepWorkload()
-    for rung in rungs:
-        check_runs(rung, workload)
-    return [run_rung(rung, workload, network, sleep)[0] for rung in rungs]
-
-
 HEADER = (
-    "dimensions",
-    "ranks",
-    "seconds",
-    "speed",
-    "compute",
-    "network",
-    "waiting",
-    "memory",
-    "gain",
-    "cost",
+    *("dimensions", "ranks", "seconds", "speed", "compute", "network", "waiting", "memory"),
+    *("gain", "cost"),
 )
 
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 
 from titanlite.errors import TitanliteError
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.ranks.signals import ending_with_the_output
 from titanlite.schedule.timeline import Span
-from titanlite.tools.learn.ladder.command import (
-    FILES,
-    add_arguments,
-    make_network,
-    make_workload,
-    write_pictures,
-)
+from titanlite.tools.learn.ladder.command import FILES, add_arguments, make_network, make_workload
 from titanlite.tools.learn.ladder.rungs import (
     RUNGS,
     Measured,
@@ -26,7 +21,7 @@ from titanlite.tools.learn.ladder.rungs import (
     run_rung,
 )
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.options import Parser, characters, check_outputs
+from titanlite.tools.simulate.options import Parser, characters, check_outputs, write_timelines
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 Train = Callable[[GPU, Grid, StepWorkload], Outcome]
@@ -81,7 +76,7 @@ def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
         ".: waiting"
     )
     timeline = replace(drawn, caption=caption)
-    wrote = write_pictures(options, [timeline])
+    wrote = write_timelines(options, [timeline])
     return "\n\n".join(
         [
             draw_text(replace(timeline, spans=[*drawn.spans, *exposed]), options.columns),
@@ -95,8 +90,5 @@ def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
 def _with_degrees(below: Rung, degrees: dict[str, int]) -> Rung:
     """The rung below with the same degrees where it has the axis; DP alone has as many ranks."""
     if below.degrees.keys() == {"dp"}:
-        ranks = 1
-        for degree in degrees.values():
-            ranks *= degree
-        return replace(below, degrees={"dp": ranks})
+        return replace(below, degrees={"dp": prod(degrees.values())})
     return replace(below, degrees={axis: degrees[axis] for axis in below.degrees})

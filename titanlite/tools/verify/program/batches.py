@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import Grid
+from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import digest_of
 from titanlite.tools.verify.program.request import Split
 
@@ -78,7 +79,7 @@ def find_part(batch: Any, split: Split | None, mesh: Any, grid: Grid, rank: int)
     try:
         probe = tree_unflatten(numbers, spec)
         own = tree_leaves(part_of_batch(probe, split, mesh, grid, rank))[place]
-        return _where(own, whole)
+        return _where(local_part(own) if isinstance(own, Tensor) else own, whole)
     except Exception:
         return None
 
@@ -98,4 +99,4 @@ def _where(own: Any, whole: Tensor) -> Where | None:
 def digest_of_batch(batch: Any) -> str:
     """Equal for equal parts of a batch."""
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return " ".join(digest_of(leaf) for leaf in leaves)
+    return " ".join(digest_of(local_part(leaf)) for leaf in leaves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from titanlite.errors import ConfigError
 from titanlite.modules.names import unwrapped_name
+from titanlite.ranks.turns import is_rank
 from titanlite.tools.verify.program.request import Request
 
 DEFAULT_LR = 1e-3
@@ -71,7 +73,8 @@ class Built:
         request = self.request
         if request.step is not None and not self.is_reference:
             return number_of(request.step(self.value, batch), "step")
-        loss = request.loss(self.value, batch)
+        own = None if self.is_reference else request.parallel_loss
+        loss = (own or request.loss)(self.value, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise ConfigError(
@@ -145,6 +148,12 @@ def in_dtype(dtype: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def clean_up(*, is_last: bool = False) -> None:
+    """Free the models of a run; where ranks are threads, only after the last of several runs."""
+    if is_last or not is_rank():
+        gc.collect()
 
 
 def cast(batch: Any, dtype: str) -> Any:

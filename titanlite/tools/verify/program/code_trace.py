@@ -1,34 +1,44 @@
-"""On a rank: compares module outputs with the reference's, and sums what is wrong over each axis.
+"""On a rank: compares what modules receive and return with the reference's.
 
-The part of the reference's output that a rank should have follows from sizes: a dimension as long
+The part of the reference's tensor that a rank should have follows from sizes: a dimension as long
 as the batch has the rank's rows, one as long as the sequence its columns, and one that is still n
-times too long is cut into n chunks along an axis of n ranks.
+times too long is cut into n chunks along an axis of n ranks. The tokens may also be flattened, or
+cut into sequence shards first. If no such part fits, equal rows or columns are looked for. What
+differs is summed over each axis.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import agreement, digest_of
-from titanlite.tools.verify.outputs import Outputs
+from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.program.batches import Where
-from titanlite.tools.verify.record import Agreement, ModuleOutput, RankTrace, module_of
+from titanlite.tools.verify.program.events import Events
+from titanlite.tools.verify.program.request import Request
+from titanlite.tools.verify.record import (
+    Agreement,
+    ModelRun,
+    ModuleOutput,
+    RankTrace,
+    is_input,
+    module_of,
+)
 from titanlite.tools.verify.subject import HeldParts, Subject
 from titanlite.tools.verify.tracing import (
-    compare_calls,
-    compare_outputs,
     gathered,
     sum_gradients,
     sum_outputs,
@@ -40,6 +50,10 @@ MOST_WAYS = 64
 MOST_ELEMENTS = 1 << 24
 
 
+Select = Callable[[Tensor], Tensor]
+"""Takes a rank's part from a whole tensor."""
+
+
 @dataclass
 class Tracer:
     """Compares one rank's step with the record of the reference's."""
@@ -48,78 +62,167 @@ class Tracer:
     grid: Grid
     rank: int
     where: Where | None
-    modules: Sequence[str]
-    """The reference's calls in forward order."""
+    record: ModelRun
+    request: Request
     tolerance: float
+    _chosen: dict[str, list[Select]] = field(default_factory=dict)
+    """For each tensor, which part of the reference's that of each call should equal."""
 
-    def trace(self, kept: Outputs, record: Mapping[str, Any], wrong: list[str]) -> RankTrace:
+    def trace(self, kept: Events, known: Mapping[str, Any], wrong: list[str]) -> RankTrace:
         """Compare outputs; every rank of the world must call this. `wrong` are wrong gradients."""
-
-        def compare(
-            _: str, calls: list[Tensor], known: list[Tensor]
-        ) -> tuple[ModuleOutput, list[Tensor]] | None:
-            compared = self._compare(calls, known)
-            if compared is None and len(calls) > 2:
+        found: dict[str, ModuleOutput] = {}
+        left = []
+        for event, calls in list(kept.first.items()):
+            whole = known["outputs"].get(event)
+            if whole is None or self.request.leaves_out(module_of(event)):
+                continue
+            calls = calls[-(self.request.microbatches or len(calls)) :]
+            compared = self._compare(event, calls, whole)
+            if len(calls) > 2 and (compared is None or compared.is_moved):
                 # A pipeline's first step starts with a call that only finds shapes.
-                compared = self._compare(calls[1:], known)
-            return compared
-
-        found, parts = compare_outputs(kept, record["outputs"], compare)
-        factor, backward = self._compare_backward(kept, record, found)
-        self._excuse(found)
-        names = sorted({name for of_rank in gathered(wrong) for name in of_rank})
+                compared = self._compare(event, calls[1:], whole) or compared
+            if compared is None:
+                left.append(event)
+                continue
+            found[event] = compared
+            if not is_input(event):
+                compared.recomputed = kept.recomputed_difference(module_of(event))
+        for event in self._harmless({event: not o.wrong_calls for event, o in found.items()}):
+            found[event].wrong_calls = ()
+        factors, backward = self._compare_backward(kept, known, found)
         trace = RankTrace(
             rank=self.rank,
             coordinates=self.grid.coordinates(self.rank),
-            modules=found,
-            summed_output=sum_outputs(self.subject, self.modules, found, kept.first, parts),
-            summed_gradients=sum_gradients(self.subject, names, record["gradients"]),
+            modules={event: one for event, one in found.items() if not is_input(event)},
+            **self._sum_outputs(found, kept, known),
+            summed_gradients=sum_gradients(
+                self.subject,
+                sorted({name for of_rank in gathered(wrong) for name in of_rank}),
+                known["gradients"],
+            ),
             pending_inputs=tuple(kept.pending_inputs),
+            inputs={event: one for event, one in found.items() if is_input(event)},
+            not_compared=tuple(left),
         )
-        self._sum_backward(trace, backward, kept, record, parts, factor)
+        self._sum_backward(trace, backward, kept, known, factors)
         return trace
 
-    def _excuse(self, found: Mapping[str, ModuleOutput]) -> None:
-        """Ignore wrong outputs inside a module whose own output agrees on every rank.
+    def _harmless(self, is_right: Mapping[str, bool], *, is_backward: bool = False) -> list[str]:
+        """Tensors that differ, though all that is computed from them next agrees on every rank.
 
-        A layer of a hand-made pair may put out a Partial that the module around it reduces.
+        A layer of a hand-made pair may return a Partial that the code after it reduces, and experts
+        receive their tokens in an order of their own. In the backward pass the tensors that come
+        next are those with a gradient that a tensor is computed from.
         """
-        agrees: dict[str, bool] = {}
-        for of_rank in gathered({call: not one.wrong_calls for call, one in found.items()}):
-            for call, is_right in of_rank.items():
-                agrees[call] = agrees.get(call, True) and is_right
-        for call in found:
-            parts = module_of(call).split(".")
-            around = {".".join(parts[:count]) for count in range(len(parts))}
-            if any(agrees.get(module) for module in around):
-                found[call].wrong_calls = ()
+        state: dict[str, bool] = {}
+        for of_rank in gathered(dict(is_right)):
+            for event, agrees in of_rank.items():
+                state[event] = state.get(event, True) and agrees
+        following: dict[str, list[str]] = defaultdict(list)
+        for event, sources in self.record.flow.items():
+            for source in sources:
+                if not is_backward:
+                    following[source].append(event)
+                elif source in self.record.with_gradient:
+                    following[event].append(source)
+        found: dict[str, bool] = {}
+        order = self.record.modules
+        for event in order if is_backward else reversed(order):
+            after = following[event]
+            found[event] = state.get(event, False) or (
+                bool(after) and all(found.get(other, False) for other in after)
+            )
+        return [event for event, agrees in is_right.items() if not agrees and found.get(event)]
 
-    def _compare(
-        self, calls: list[Tensor], known: list[Tensor]
-    ) -> tuple[ModuleOutput, list[Tensor]] | None:
-        """An output compared with the best fitting part of the reference's; None if none fits."""
+    def _compare(self, event: str, calls: list[Tensor], known: list[Tensor]) -> ModuleOutput | None:
+        """A tensor compared with the best fitting part of the reference's; None if none fits."""
         if len(known) not in (1, len(calls)) or not calls[0].ndim:
             return None
-
-        def ways(index: int, call: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        chosen: list[Select] = []
+        found: list[Agreement] = []
+        is_moved, elsewhere = False, ""
+        for index, call in enumerate(calls):
             whole = known[index] if len(known) == len(calls) else known[0]
             share = (index, len(calls)) if len(known) == 1 else (0, 1)
-            yield from ((part, whole) for part in self.ways(call, whole, share))
+            best: tuple[Agreement, Select] | None = None
+            for select in self.ways(call, whole, share):
+                one = agreement(call, select(whole), whole)
+                if best is None or one.error < best[0].error:
+                    best = one, select
+                if one.difference <= self.tolerance:
+                    break
+            if best is None or not best[0].difference <= self.tolerance:
+                moved = self._match(call, whole, share)
+                if moved is not None:
+                    if best is not None and self._tokens(whole, share) is not None:
+                        elsewhere = "the rows or columns of one process, in another order"
+                    is_moved = True
+                    best = agreement(call, moved(whole), whole), moved
+            if best is None:
+                return None
+            found.append(best[0])
+            chosen.append(best[1])
+        self._chosen[event] = chosen
+        wrong = tuple(
+            i for i, one in enumerate(found) if is_moved or not one.difference <= self.tolerance
+        )
+        worst = max(found, key=lambda one: one.error)
+        aa, ab, bb = (sum(getattr(one, name) for one in found) for name in ("aa", "ab", "bb"))
+        total = Agreement(worst.error, worst.scale, aa, ab, bb, found[0].digest)
+        return ModuleOutput(total, len(calls), wrong, is_moved=is_moved, elsewhere=elsewhere)
 
-        return compare_calls(calls, ways, self.tolerance)
-
-    def ways(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Iterator[Tensor]:
+    def ways(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Iterator[Select]:
         """The parts of `whole` that have the shape of `call`, a microbatch (index, count)."""
-        if call.ndim != whole.ndim:
+        if call.ndim == whole.ndim:
+            per_dim = [list(self._ways_of_dim(call, whole, dim, share)) for dim in range(call.ndim)]
+            for cuts in itertools.islice(itertools.product(*per_dim), MOST_WAYS):
+                yield functools.partial(_cut, cuts)
+        grid = self._tokens(whole, share)
+        if grid is None or call.ndim < 2:
             return
-        per_dim = [list(self._ways_of_dim(call, whole, dim, share)) for dim in range(call.ndim)]
-        for chosen in itertools.islice(itertools.product(*per_dim), MOST_WAYS):
-            part = whole
-            for dim, (numbers, index, count) in enumerate(chosen):
-                if numbers is not None:
-                    part = part.index_select(dim, numbers)
-                part = part.chunk(count, dim)[index] if count > 1 else part
-            yield part
+        own, width = call[..., 0].numel(), call.size(-1)
+        if own == 0 or grid.numel() % own or width == 0 or whole.size(-1) % width:
+            return
+        count, features = grid.numel() // own, whole.size(-1) // width
+        for index in self._indices(count):
+            # Sequence shards, rows or flattened tokens, in order, or the sequence dimension first.
+            columns = grid.chunk(count, 1)[index] if grid.size(1) % count == 0 else grid[:, :0]
+            for tokens in (columns, columns.T, grid.flatten().chunk(count)[index]):
+                is_turned = tokens is not columns and tokens.ndim == 2
+                if tokens.numel() != own or (is_turned and call.shape[:-1] != tokens.shape):
+                    continue
+                for feature in self._indices(features):
+                    yield functools.partial(
+                        _take, tokens.flatten(), (feature, features), call.shape
+                    )
+
+    def _tokens(self, whole: Tensor, share: tuple[int, int]) -> Tensor | None:
+        """The numbers [rows, columns] of this rank's tokens among all rows of `whole`."""
+        if self.where is None or whole.ndim < 2 or self.where.num_columns == 1:
+            return None
+        if whole[..., 0].numel() != self.where.num_rows * self.where.num_columns:
+            return None
+        return self._rows(share)[:, None] * self.where.num_columns + self.where.columns[None]
+
+    def _match(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Select | None:
+        """Rows, or columns of this rank's tokens, of the reference, in the order of `call`."""
+        if call.ndim < 2 or whole.ndim < 2 or not call.is_floating_point() or not call.numel():
+            return None
+        own, known = call.flatten(0, -2), whole.flatten(0, -2)
+        most = self.tolerance * max(known.abs().max().item(), 1e-300)
+        if own.size(1) == known.size(1) > 1 and own.size(0) > 1:
+            rows = _find_rows(own, known, most)
+            if rows is not None:
+                return lambda tensor: _rows_or_zero(tensor.flatten(0, -2), rows).view(call.shape)
+        grid = self._tokens(whole, share)
+        tokens = torch.arange(known.size(0)) if grid is None else grid.flatten()
+        if own.size(0) == len(tokens) > 1 and own.size(1) <= known.size(1):
+            columns = _find_rows(own.T, known[tokens].T, most)
+            if columns is not None:
+                return lambda tensor: _rows_or_zero(
+                    tensor.flatten(0, -2)[tokens].T, columns
+                ).T.reshape(call.shape)
+        return None
 
     def _ways_of_dim(
         self, call: Tensor, whole: Tensor, dim: int, share: tuple[int, int]
@@ -153,6 +256,8 @@ class Tracer:
 
     def _indices(self, count: int) -> Iterator[int]:
         """This rank's index among `count` along one axis, or along two taken together."""
+        if count == 1:
+            yield 0
         place = self.grid.coordinates(self.rank)
         for number in (1, 2):
             for axes in itertools.combinations(self.grid.axes_in_use, number):
@@ -163,78 +268,154 @@ class Tracer:
                     yield index
 
     def _compare_backward(
-        self, kept: Outputs, record: Mapping[str, Any], found: dict[str, ModuleOutput]
-    ) -> tuple[float, dict[str, tuple[bool, str]]]:
-        """Compare the gradients of outputs; returns their common factor, and which are wrong.
-
-        With each comes a digest of it.
+        self, kept: Events, record: Mapping[str, Any], found: dict[str, ModuleOutput]
+    ) -> tuple[list[float], dict[str, bool]]:
+        """Compare the gradients; returns each call's common factor, and which are wrong.
 
         A loss that is a mean over the rank's own part scales all of them by one factor: that of the
-        last output in forward order.
+        last tensor in forward order.
         """
-        factor = 0.0
-        wrong: dict[str, tuple[bool, str]] = {}
-        for call in reversed(self.modules):
-            gradients, known = kept.gradients_of(call), record["output_gradients"].get(call)
-            if call not in found or gradients is None or not known or not gradients[0].ndim:
+        factors: list[float] = []
+        wrong: dict[str, bool] = {}
+        for event in reversed(self.record.modules):
+            pairs = self._gradients(event, kept, record) if event in found else []
+            if not pairs or found[event].is_moved:
                 continue
-            if len(known) != 1 or len(gradients) != 1:
-                continue
-            own, parts = gradients[0], list(self.ways(gradients[0], known[0], (0, 1)))
-            ways = [way for part in parts if (way := agreement(own, part, part)).bb > 0]
-            if not ways:
-                continue
-            if not factor:
-                best = min(ways, key=lambda way: way.aa - way.ab**2 / way.bb)
-                factor = best.ab / best.bb
-                if not factor or not math.isfinite(factor):
-                    return 0.0, {}
-            scaled = [agreement(own / factor, part, part) for part in parts]
-            best = min(scaled, key=lambda way: way.error)
-            is_wrong = not best.difference <= self.tolerance
-            found[call].gradient = best if is_wrong else best._replace(error=0.0)
-            wrong[call] = is_wrong, best.digest
-        return factor, wrong
+            if len(factors) != len(pairs):
+                fits = [agreement(own, part, part) for own, part in pairs]
+                new = [fit.ab / fit.bb if fit.bb else 0.0 for fit in fits]
+                if factors or not all(new) or not all(map(math.isfinite, new)):
+                    continue
+                factors = new
+            scaled = [
+                agreement(own / factor, part, part)
+                for (own, part), factor in zip(pairs, factors, strict=True)
+            ]
+            worst = max(scaled, key=lambda one: one.difference)
+            is_wrong = not worst.difference <= self.tolerance
+            found[event].gradient = worst if is_wrong else worst._replace(error=0.0)
+            wrong[event] = is_wrong
+        for event, one in found.items():
+            if event in self.record.with_gradient and module_of(event) not in kept.again:
+                one.is_cut_off = not kept.requires_grad[event]
+                one.has_no_gradient = event not in kept.arrived
+                if one.has_no_gradient:
+                    wrong[event] = True
+        agrees = {event: not is_wrong for event, is_wrong in wrong.items()}
+        for event in self._harmless(agrees, is_backward=True):
+            found[event] = replace(
+                found[event], gradient=None, is_cut_off=False, has_no_gradient=False
+            )
+            del wrong[event]
+        return factors, wrong
+
+    def _gradients(
+        self, event: str, kept: Events, record: Mapping[str, Any]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The gradients of a tensor in each call, with the reference's; none if one is missing."""
+        own, known = kept.gradients_of(event), record["output_gradients"].get(event)
+        if own is None or not known:
+            return []
+        chosen = self._chosen[event]
+        own = own[-len(chosen) :]
+        if len(known) == 1:
+            known = known * len(own)
+        if len(known) != len(own) or len(own) != len(chosen):
+            return []
+        return [
+            (one, part)
+            for one, whole, select in zip(own, known, chosen, strict=True)
+            if (part := select(whole)).shape == one.shape
+        ]
+
+    def _sum_outputs(
+        self, found: Mapping[str, ModuleOutput], kept: Events, known: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The first wrong tensor of the world, in its first call, summed over each axis."""
+        mine = {e: bool(o.is_moved and not o.elsewhere) for e, o in found.items() if o.wrong_calls}
+        everyone = gathered(mine)
+        # The diagnosis takes rows in another order only if nothing else differs.
+        order = [
+            event
+            for can_be_moved in (False, True)
+            for event in self.record.modules
+            if any(of_rank.get(event) is can_be_moved for of_rank in everyone)
+        ]
+        own = [event for event in order[:1] if event in found]
+        return sum_outputs(
+            self.subject,
+            order[:1],
+            {event: found[event] for event in own},
+            {event: kept.first[event][-len(self._chosen[event]) :] for event in own},
+            {event: self._chosen[event][0](known["outputs"][event][0]) for event in own},
+            known["weights"],
+        )
 
     def _sum_backward(
         self,
         trace: RankTrace,
-        backward: Mapping[str, tuple[bool, str]],
-        kept: Outputs,
+        backward: Mapping[str, bool],
+        kept: Events,
         record: Mapping[str, Any],
-        parts: Mapping[str, Tensor],
-        factor: float,
+        factors: Sequence[float],
     ) -> None:
-        """Sum the first wrong gradient of an output, in backward order, over each axis."""
+        """Sum each wrong gradient over each axis."""
         mine = {
-            call: (bad, digest, tuple(parts[call].shape), digest_of(parts[call]) if bad else "")
-            for call, (bad, digest) in backward.items()
+            event: (bad, tuple(part.shape))
+            for event, bad in backward.items()
+            for _, part in self._gradients(event, kept, record)[:1]
         }
         everyone = gathered(mine)
-        wrong = {call for of_rank in everyone for call, (bad, *_) in of_rank.items() if bad}
-        last = next((call for call in reversed(self.modules) if call in wrong), None)
-        if last is None:
-            return
-        for axis, group in self.subject.groups.items():
-            ranks = dist.get_process_group_ranks(group)
-            of_ranks = [everyone[rank][last] for rank in ranks if last in everyone[rank]]
-            own, same = ({of_rank[index] for of_rank in of_ranks} for index in (1, 3))
-            if len(own) == len(ranks) and len(same) == 1:
-                trace.torn_backward += (axis,)
+        wrong = {event for of_rank in everyone for event, (bad, *_) in of_rank.items() if bad}
+        for event in [event for event in reversed(self.record.modules) if event in wrong]:
 
-        def gradient() -> Tensor:
-            gradients = kept.gradients_of(last)
-            assert gradients is not None
-            return gradients[0] / factor
+            def gradient(event: str = event) -> Tensor:
+                return self._gradients(event, kept, record)[0][0] / factors[0]
 
-        def compare(total: Tensor) -> Agreement:
-            known = record["output_gradients"][last][0]
-            ways = [agreement(total, part, part) for part in self.ways(total, known, (0, 1))]
-            return min(ways, key=lambda way: way.error)
+            def compare(total: Tensor, event: str = event) -> Agreement:
+                part = self._gradients(event, kept, record)[0][1]
+                return agreement(total, part, part)
 
-        shapes = [of_rank[last][2] if last in of_rank else None for of_rank in everyone]
-        sums = sum_over_axes(self.subject, shapes, gradient, compare)
-        trace.summed_backward = {axis: (last, one) for axis, one in sums.items()}
+            shapes = [of_rank[event][1] if event in of_rank else None for of_rank in everyone]
+            sums = sum_over_axes(self.subject, shapes, gradient)
+            trace.summed_backward[event] = {axis: compare(one) for axis, one in sums.items()}
+
+
+def _cut(cuts: Sequence[tuple[Tensor | None, int, int]], whole: Tensor) -> Tensor:
+    for dim, (numbers, index, count) in enumerate(cuts):
+        if numbers is not None:
+            whole = whole.index_select(dim, numbers)
+        whole = whole.chunk(count, dim)[index] if count > 1 else whole
+    return whole
+
+
+def _take(tokens: Tensor, feature: tuple[int, int], shape: torch.Size, whole: Tensor) -> Tensor:
+    """Some tokens, and a chunk (index, count) of their features, in a shape."""
+    index, count = feature
+    return whole.flatten(0, -2)[tokens].chunk(count, -1)[index].reshape(shape)
+
+
+def _find_rows(own: Tensor, known: Tensor, most: float) -> Tensor | None:
+    """For each row of `own` a row of `known` within `most`, -1 for a row of zeros; or None."""
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.rand(own.size(1), generator=generator, dtype=torch.float64)
+    order = (known.double() @ direction).sort()
+    place = torch.searchsorted(order.values, own.double() @ direction)
+    # The nearest row may lie on either side, and rounding may exchange neighbours.
+    beside = torch.stack([(place + step).clamp(0, len(order.values) - 1) for step in (-1, 0, 1)])
+    rows = order.indices[beside]
+    apart = (known[rows] - own).abs().amax(-1)
+    best = apart.min(0)
+    chosen = rows.gather(0, best.indices[None])[0]
+    is_zero = ~own.any(1)
+    chosen[is_zero] = -1
+    if is_zero.all() or not (best.values <= most)[~is_zero].all():
+        return None
+    return chosen
+
+
+def _rows_or_zero(whole: Tensor, rows: Tensor) -> Tensor:
+    return whole[rows.clamp(min=0)] * (rows >= 0).to(whole.dtype)[:, None]
 
 
 def save_part(
@@ -254,6 +435,7 @@ def save_part(
         own = local_part(gradient.detach()).cpu().flatten()
         if own.numel() == elements.numel():
             gradients[name] = own.clone(), elements.flatten().clone()
-    found = {"rank": rank, "batch": batch, "digest": digest, "gradients": gradients}
+    own = tree_map(lambda leaf: local_part(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+    found = {"rank": rank, "batch": own, "digest": digest, "gradients": gradients}
     torch.save(found, path)
     return str(path)

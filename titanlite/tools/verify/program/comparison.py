@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.tools.verify.diagnose import diagnose
 from titanlite.tools.verify.differences import (
     Key,
     Tolerance,
@@ -27,7 +26,7 @@ from titanlite.tools.verify.differences import (
 )
 from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools, must_run
-from titanlite.tools.verify.program.findings import QUESTIONS_OF_CODE, PartEvidence
+from titanlite.tools.verify.program.findings import PartEvidence, conclude, describe_event
 from titanlite.tools.verify.program.grid import make_grid
 from titanlite.tools.verify.program.request import Request, Split, check, pack
 from titanlite.tools.verify.record import (
@@ -40,7 +39,8 @@ from titanlite.tools.verify.record import (
 )
 from titanlite.tools.verify.report import format_result
 from titanlite.tools.verify.result import Result
-from titanlite.tools.verify.wording import be, name_parameters
+from titanlite.tools.verify.shares import LEFT
+from titanlite.tools.verify.wording import be, listed, name_parameters
 
 if TYPE_CHECKING:
     from titanlite.ranks.world import World
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 # The arguments of `compare` that are not those of `Comparer.compare`, or not by name.
 OF_THE_RANKS = ("timeout_seconds", "max_ranks", "threads")
 POSITIONAL = ("reference", "parallel")
+FLOAT32_ROUNDING = 2.0**-23
 # A reference that differs from itself by more than this draws random numbers.
 RANDOM = 1e-3
 
@@ -116,6 +117,9 @@ def compare(
     shard: Callable[[str], Any] | None = None,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
     copy_weights: bool = False,
+    leave_out: Sequence[str] = (),
+    parallel_loss: Callable[[Any, Any], Any] | None = None,
+    microbatches: int | None = None,
     modules: bool = True,
     dtype: str = "float64",
     tolerance: float | None = None,
@@ -135,12 +139,16 @@ def compare(
 
     batches: the global batch of each step: tensors in dicts, tuples or lists.
     loss: a function (model, batch) that returns a scalar tensor. It is called on the reference and,
-        if `step` is not given, on the ranks.
+        if neither `step` nor `parallel_loss` is given, on the ranks.
+    parallel_loss: the same for the ranks alone, such as a loss of vocabulary shards.
     split: how a rank gets its part of a batch. With None, all ranks get the whole batch. With the
         name of an axis, dimension 0 of every tensor is cut into equal parts over this axis. A dict
-        from axis to dimension cuts other dimensions. A function (batch, mesh) returns the part.
+        from axis to dimension cuts other dimensions. A function (batch, mesh) returns the part, of
+        plain tensors or DTensors.
     step: a function (built, part), where `built` is what `parallel` returned. It runs the forward
         and backward passes of a rank itself, and returns the loss or None.
+    microbatches: how many forward passes `step` makes with gradients, each with an equal part of
+        the rank's rows; by default, as many as are seen.
     optimizer: a function (parameters) that returns the optimizer of either side; by default AdamW
         with lr 1e-3.
     clip: a function (model) that clips the gradients and returns their norm; it is called on both
@@ -155,7 +163,9 @@ def compare(
         the reference. Prefixes of DDP, FSDP1, torch.compile and checkpoint wrappers are removed
         before.
     copy_weights: start from the reference's weights instead of comparing the starting values.
-    modules: whether to record module outputs, by forward hooks.
+    leave_out: names or patterns ("*.counts") of the reference's parameters, buffers and modules
+        that are not compared.
+    modules: whether to record what modules receive and return, by forward hooks.
     dtype: "float64" or "float32", torch's default dtype while the functions run.
     tolerance: the largest relative difference that counts as agreement; docs/compare.md explains
         the default.
@@ -177,7 +187,7 @@ def compare(
         return comparer.compare(reference, parallel, **options)
 
 
-def assert_parallel_equals_reference(
+def assert_equivalent(
     reference: Callable[[], Any], parallel: Callable[..., Any], **options: Any
 ) -> Comparison:
     """Call `compare` with these arguments, and return its result.
@@ -301,27 +311,75 @@ class _Judging:
             rounding = self._rounding("float64")
             if tolerance is None:
                 found.judge(Tolerance("float64", rounding, is_narrow))
-        found.splits = unequal_replicas(self.runs)
-        found.problems = self._pending()
+        self._judge_pending()
+        names = {name for run in self.runs for name in run.placements}
+        found.splits = [split for split in unequal_replicas(self.runs) if split.name in names]
         if not found.agrees:
-            is_differing = found.failures or found.splits
             found.findings = list(found.problems)
-            if is_differing:
-                found.findings += diagnose(self._evidence(), QUESTIONS_OF_CODE)
+            is_explained = found.problems and all(
+                failure.kind in ("weight", "state") or failure.step > found.failures[0].step
+                for failure in found.failures
+            )
+            if (found.failures or found.splits) and not is_explained:
+                found.findings += conclude(self._evidence())
+        self._note_not_compared()
 
-    def _pending(self) -> list[str]:
-        """Gradients that are Partial at the optimizer step, though their local parts agree."""
-        failed = self.found.failures
-        wrong = {f.name for f in failed if f.kind == "gradient" and f.step == failed[0].step}
-        names = {name for run in self.runs for name in run.pending} - wrong
-        if not names:
-            return []
-        who = name_parameters(names, self.runs, "gradient")
-        return [
-            f"{who} {be(who)} still Partial at the optimizer step, though the local part is "
-            "correct: an optimizer that reduces it would get a wrong gradient. Give it the "
-            "placements of its parameter before the optimizer step"
-        ]
+    def _judge_pending(self) -> None:
+        """Judge gradients that are Partial at the optimizer step by the weights that follow.
+
+        If these agree, the optimizer has reduced the gradients itself.
+        """
+        found = self.found
+        names = {name for run in self.runs for name in run.pending}
+        after = {
+            f.name.rpartition(".")[0] if f.kind == "state" else f.name
+            for f in found.failures
+            if f.kind in ("start", "weight", "state")
+        }
+        reduced = names - after if after <= names else set()
+        if reduced:
+            who = name_parameters(reduced, self.runs, "gradient")
+            found.notes.append(
+                f"{who} {be(who)} still Partial at the optimizer step, but the weights and the "
+                "optimizer state agree after it: the optimizer reduces them itself"
+            )
+            found.failures = [
+                f for f in found.failures if f.kind != "gradient" or f.name not in reduced
+            ]
+        first = found.failures[0].step if found.failures else 0
+        wrong = {f.name for f in found.failures if f.kind == "gradient" and f.step == first}
+        if names := names - reduced - wrong:
+            who = name_parameters(names, self.runs, "gradient")
+            found.problems.append(
+                f"{who} {be(who)} still Partial at the optimizer step, though the local part is "
+                "correct: an optimizer that reduces it would get a wrong gradient. Give it the "
+                "placements of its parameter before the optimizer step"
+            )
+
+    def _note_not_compared(self) -> None:
+        """Note what was left out, or has a layout or a shape that fits nothing."""
+        found, request = self.found, self.request
+        compared = {name for run in self.runs for step in run.steps for name in step.buffers}
+        buffers = {
+            f"the buffer {name}"
+            for run in self.runs
+            for name in run.not_compared
+            if name not in compared
+        }
+        outputs: set[str] = set()
+        if not found.agrees:
+            step = found.failures[0].step if found.failures else 1
+            traces = [run.traces[step] for run in self.runs if step in run.traces]
+            compared = {event for trace in traces for event in trace.events}
+            outputs = {
+                describe_event(event)
+                for trace in traces
+                for event in trace.not_compared
+                if event not in compared
+            }
+        left = [f"what leave_out names ({listed(request.leave_out, 3)})"] * bool(request.leave_out)
+        if names := [*left, *sorted(buffers), *sorted(outputs)]:
+            found.notes.append(f"not compared: {listed(names, 6)}")
 
     def _place(self) -> None:
         """Find along which axes each parameter is replicated: where ranks hold equal elements."""
@@ -403,7 +461,22 @@ class _Judging:
 
         Raises ConfigError if they are far larger than rounding error.
         """
-        return largest_of(map(self._differences_of_reference, dtypes), len(self.record.steps))
+        found = [self._differences_of_reference(self.found.dtype)]
+        for dtype in dtypes:
+            if dtype != self.found.dtype:
+                try:
+                    found.append(self._differences_of_reference(dtype))
+                except TitanliteError as error:
+                    failure(error)
+                    why = " ".join(str(error).split())
+                    # One run may agree by chance.
+                    least = [dict.fromkeys(of_step, FLOAT32_ROUNDING) for of_step in found[0]]
+                    found.append(least)
+                    self.found.notes.append(
+                        f"the reference does not run in {dtype}, so its rounding error is measured "
+                        f"in {self.found.dtype} alone ({why[:200]})"
+                    )
+        return largest_of(found, len(self.record.steps))
 
     def _differences_of_reference(self, dtype: str) -> list[dict[Key, float]]:
         packed, folder, record = self.packed, self.folder, self.record
@@ -422,7 +495,8 @@ class _Judging:
         if loss > RANDOM:
             raise ConfigError(
                 f"reference: a second run has another loss in step 1, by {loss:.0e}: it draws "
-                "random numbers; turn off dropout (p=0, or model.eval() in the function)"
+                "random numbers, or keeps state outside the model that the function returns; turn "
+                "off dropout (p=0, or model.eval() in the function), and build all state there"
             )
         return found
 
@@ -439,20 +513,56 @@ class _Judging:
         traces = [run.traces[step] for run in self.runs if step in run.traces]
         evidence.reference_trace = ReferenceTrace(record.modules, num_left_out=record.num_left_out)
         evidence.traces = traces
+        evidence.flow, evidence.events = record.flow, record.modules
         evidence.is_split = len(set(self._parts_by_step()[step - 1])) > 1
+        evidence.num_microbatches = self.request.microbatches or max(
+            (one.num_calls for trace in traces for one in trace.modules.values()), default=1
+        )
+        by_part: dict[str, list[int]] = {}
+        for run in self.runs:
+            by_part.setdefault(run.parts[step - 1], []).append(run.rank)
         files = [trace.file for trace in traces]
-        if evidence.failed("gradient") and all(files) and files:
-            by_part: dict[str, list[int]] = {}
-            for run in self.runs:
-                by_part.setdefault(run.parts[step - 1], []).append(run.rank)
-            evidence.parts = list(by_part.values())
-            packed, folder = self.packed, self.folder
-
-            def on_rank(world: World) -> tuple[dict[int, dict[str, Fit]], Shares]:
-                from titanlite.tools.verify.program.reference import find_shares
-
-                return find_shares(world, packed, folder, step, files)
-
-            with contextlib.suppress(RankError):
-                evidence.shares, evidence.weights = self.pools.alone(on_rank)
+        # A fit of each microbatch has more unknowns, and may be impossible.
+        for count in {1: None, evidence.num_microbatches: None}:
+            if all(files) and evidence.failed("gradient") and len(by_part) * count > 1:
+                self._find_shares(evidence, step, files, list(by_part.values()), count)
+            if any(
+                left < LEFT for of_rank in evidence.shares.values() for _, left in of_rank.values()
+            ):
+                break
+        if any(map(evidence.failed, ("loss", "gradient"))) and traces:
+            self._watch(evidence, step)
         return evidence
+
+    def _find_shares(
+        self,
+        evidence: PartEvidence,
+        step: int,
+        files: Sequence[str],
+        parts: Sequence[Sequence[int]],
+        count: int,
+    ) -> None:
+        packed, folder = self.packed, self.folder
+
+        def on_rank(world: World) -> tuple[dict[int, dict[str, Fit]], Shares, dict[str, Shares]]:
+            from titanlite.tools.verify.program.reference import find_shares
+
+            return find_shares(world, packed, folder, step, files, count)
+
+        with contextlib.suppress(RankError):
+            evidence.shares, evidence.weights, evidence.counts = self.pools.alone(on_rank)
+            evidence.parts = [
+                (ranks, index) for ranks in parts for index in range(count if count > 1 else 0)
+            ] or [(ranks, None) for ranks in parts]
+
+    def _watch(self, evidence: PartEvidence, step: int) -> None:
+        """Run the parallel code again, and note the lines of the caller's code."""
+        packed, folder, record = self.packed, self.folder, self.record
+
+        def on_rank(world: World) -> CodeRun:
+            from titanlite.tools.verify.program.parallel import run_parallel
+
+            return run_parallel(world, packed, folder, record, step)
+
+        with contextlib.suppress(TitanliteError):
+            evidence.watched = self.pools.of(self.found.grid.world_size).call(on_rank)

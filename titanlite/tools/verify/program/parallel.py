@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,13 @@ from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending
-from titanlite.tools.verify.outputs import Outputs
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
-from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
+from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
 from titanlite.tools.verify.program.code_trace import Tracer, save_part
+from titanlite.tools.verify.program.events import Events, Watch, recorded
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.record import CodeRun, ModelRun, RankStep, RankTrace
+from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import HeldParts, Subject
 from titanlite.tools.verify.tracing import TOLERANCES, gathered
@@ -36,10 +34,15 @@ from titanlite.tools.verify.tracing import TOLERANCES, gathered
 IF_NARROWED = 1e-4
 
 
-def run_parallel(world: World, packed: bytes, folder: str, record: ModelRun) -> CodeRun:
-    """Train the parallel code on every batch; every rank of the world must call this."""
+def run_parallel(
+    world: World, packed: bytes, folder: str, record: ModelRun, watched: int | None = None
+) -> CodeRun:
+    """Train the parallel code on every batch; every rank of the world must call this.
+
+    With `watched`, only up to this step, in which the lines of the caller's code are noted.
+    """
     request: Request = pickles.loads(packed)
-    return _Measuring(world, request, folder, record).run()
+    return _Measuring(world, request, folder, record, watched=watched).run()
 
 
 def run_again(world: World, packed: bytes, folder: str, record: ModelRun, dtype: str) -> CodeRun:
@@ -54,6 +57,7 @@ def run_again(world: World, packed: bytes, folder: str, record: ModelRun, dtype:
         grid=Grid(world=1),
         split=None,
         step=None,
+        parallel_loss=None,
         shard=None,
         rename=None,
         modules=False,
@@ -76,8 +80,10 @@ class _Measuring:
         *,
         perturbs: bool = False,
         traces: bool = True,
+        watched: int | None = None,
     ) -> None:
         self.world, self.request, self.folder, self.record = world, request, folder, record
+        self.watched = watched
         self.grid, self.perturbs, self.traces = request.grid, perturbs, traces
         # Of outputs, and of gradients that are not looked at again.
         self.tolerance = TOLERANCES[getattr(torch, request.dtype)]
@@ -90,7 +96,7 @@ class _Measuring:
             with in_dtype(self.request.dtype):
                 return self._run()
         finally:
-            gc.collect()
+            clean_up(is_last=self.traces and self.world.is_first)
 
     def _run(self) -> CodeRun:
         request, world = self.request, self.world
@@ -105,6 +111,7 @@ class _Measuring:
         shapes = {name: whole.shape for name, whole in start.items()}
         with built.parameters(writes=request.copy_weights) as parameters:
             self._check_names(parameters, shapes)
+            parameters = {n: p for n, p in parameters.items() if not request.leaves_out(n)}
             held = find_held(parameters, shapes, request.shard, self.grid, world.rank)
             if request.copy_weights:
                 self._copy(held, start)
@@ -127,15 +134,25 @@ class _Measuring:
                 self.grid,
                 world.rank,
                 find_part(batch, request.split, mesh, self.grid, world.rank),
-                self.record.modules,
+                self.record,
+                request,
                 self.tolerance,
             )
             digest = digest_of_batch(part)
             run.parts.append(digest)
             known = load(self.folder, step)
             found = RankStep()
-            with subject.recorded() if request.modules else nullcontext(Outputs()) as kept:
+            kept = Events()
+            with contextlib.ExitStack() as exits:
+                if request.modules:
+                    modules, is_whole = subject.modules, subject.is_whole
+                    exits.enter_context(recorded(modules, is_whole, built.name_of, kept))
+                if step == self.watched:
+                    exits.enter_context(Watch(kept))
                 run.losses.append(built.run_step(part))
+            if step == self.watched:
+                run.lines, run.lines_backward = kept.lines, kept.lines_backward
+                return run
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
                 run.pending = run.pending or pending
@@ -149,12 +166,24 @@ class _Measuring:
                 found.weights = subject.compare_weights(known["weights"])
             if not built.is_flat:
                 found.state = subject.compare_state(known["state"])
-            found.buffers = subject.compare_buffers(known["buffers"])
+            found.buffers = self._compare_buffers(subject, known["buffers"], run)
             run.steps.append(found)
             built.optimizer.zero_grad(set_to_none=True)
             for module in built.modules:
                 module.zero_grad(set_to_none=True)
         return run
+
+    def _compare_buffers(
+        self, subject: Subject, known: Mapping[str, Tensor], run: CodeRun
+    ) -> dict[str, Agreement]:
+        """The buffers that are not left out; those that do not fit are noted in `run`."""
+        leaves_out = self.request.leaves_out
+        own = {n: b for n, b in subject.buffers().items() if not leaves_out(n)}
+        found = subject.compare_buffers(known, own)
+        run.not_compared = tuple(
+            name for name in {**known, **own} if name not in found and not leaves_out(name)
+        )
+        return found
 
     def _open_mesh(self) -> Any:
         degrees = self.grid.degrees
@@ -181,9 +210,12 @@ class _Measuring:
     ) -> None:
         """Raises ConfigError, on every rank, if no rank holds a parameter of the reference."""
         names = {name for of_rank in gathered(list(parameters)) for name in of_rank}
-        if unknown := [name for name in parameters if name not in shapes]:
+        leaves_out = self.request.leaves_out
+        if unknown := [n for n in parameters if n not in shapes and not leaves_out(n)]:
             find_held({n: parameters[n] for n in unknown}, shapes, None, self.grid, self.world.rank)
-        missing = [name for name in shapes if not names & self._aliases(name)]
+        missing = [
+            name for name in shapes if not names & self._aliases(name) and not leaves_out(name)
+        ]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError(
@@ -198,7 +230,9 @@ class _Measuring:
     def _subject(self, built: Built, held: HeldParts, mesh: Any) -> Subject:
         # A module that holds every parameter is the whole model.
         start = load(self.folder, 0)["weights"]
-        has_all = all(held.keys() & self._aliases(name) for name in start)
+        has_all = all(
+            held.keys() & self._aliases(name) for name in start if not self.request.leaves_out(name)
+        )
         return Subject(
             held,
             built.optimizer,
@@ -222,7 +256,7 @@ class _Measuring:
     def _trace(
         self,
         tracer: Tracer,
-        kept: Outputs,
+        kept: Events,
         known: Mapping[str, Any],
         found: RankStep,
         step: int,
@@ -234,10 +268,10 @@ class _Measuring:
             return None
         wrong = [n for n, a in found.gradients.items() if not a.difference <= self.tolerance]
         trace = tracer.trace(kept, known, wrong)
-        everyone = gathered((digest, wrong))
-        if any(names for _, names in everyone) and len({d for d, _ in everyone}) > 1:
+        everyone = gathered(wrong)
+        if any(everyone):
             held = tracer.subject.held
-            names = sorted({name for _, names in everyone for name in names} & held.keys())
+            names = sorted({name for names in everyone for name in names} & held.keys())
             path = Path(self.folder) / f"part{self.world.rank}_{step}.pt"
             with contextlib.suppress(Exception):
                 trace.file = save_part(path, self.world.rank, part, digest, held, names)

@@ -5,20 +5,21 @@ Each step's tensors go into one file, which every rank maps into memory and comp
 
 from __future__ import annotations
 
-import functools
-import gc
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from titanlite import pickles
 from titanlite.ranks.world import World
-from titanlite.tools.verify.inspect_model import narrowed_in
-from titanlite.tools.verify.outputs import Outputs
-from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
+from titanlite.tools.verify.inspect_model import watched
+from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
+from titanlite.tools.verify.program.events import Events, recorded
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Fit, ModelRun, ReferenceStep, Shares
 from titanlite.tools.verify.shares import LEFT
@@ -37,7 +38,7 @@ def run_model(world: World, packed: bytes, folder: str) -> ModelRun:
         with in_dtype(request.dtype):
             return _run(build(request, None, is_reference=True), folder)
     finally:
-        gc.collect()
+        clean_up()
 
 
 def _run(built: Built, folder: str) -> ModelRun:
@@ -57,39 +58,47 @@ def _run(built: Built, folder: str) -> ModelRun:
     torch.manual_seed(time.monotonic_ns() % 2**32)
     for step, given in enumerate(request.batches, 1):
         batch = cast(given, request.dtype)
-        if step == 1 and request.dtype == "float64":
-            # The run that finds them leaves no trace.
-            with torch.random.fork_rng():
-                record.narrowed = narrowed_in(model, functools.partial(request.loss, model, batch))
-        with subject.recorded() if request.modules else nullcontext(Outputs()) as kept:
+        kept = Events(finds_flow=step == 1)
+        with contextlib.ExitStack() as exits:
+            narrowed: Collection[str] = ()
+            if step == 1 and request.dtype == "float64":
+                narrowed = exits.enter_context(watched(model))
+            if request.modules:
+                exits.enter_context(recorded([model], [True], built.name_of, kept))
             loss = built.run_step(batch) or 0.0
         own = [p.grad for p in model.parameters() if p.grad is not None]
         norm = sum((g.double() ** 2).sum().item() for g in own) ** 0.5
         gradients = subject.whole_gradients()
         clipped = built.clip()
-        built.optimizer.step()
+        with watched(model, "the optimizer") if step == 1 else nullcontext(()) as by_optimizer:
+            built.optimizer.step()
         outputs, record.num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
         of_outputs = {call: kept.gradients_of(call) for call in outputs}
-        found = {
+        found: dict[str, dict[str, Any]] = {
             "gradients": gradients,
             **subject.whole_tensors(),
             "outputs": outputs,
             "output_gradients": {n: found for n, found in of_outputs.items() if found},
         }
         store(found, folder, step)
-        record.modules = record.modules or tuple(outputs)
+        if step == 1:
+            record.narrowed = (*narrowed, *by_optimizer) if request.dtype == "float64" else ()
+            record.modules = tuple(outputs)
+            record.flow = {name: tuple(sources) for name, sources in kept.flow.items()}
+            record.with_gradient = frozenset(found["output_gradients"])
         record.steps.append(ReferenceStep(loss, clipped if request.clip else norm))
         built.optimizer.zero_grad(set_to_none=True)
     return record
 
 
 def find_shares(
-    world: World, packed: bytes, folder: str, step: int, files: Sequence[str]
-) -> tuple[dict[int, dict[str, Fit]], Shares]:
+    world: World, packed: bytes, folder: str, step: int, files: Sequence[str], count: int = 1
+) -> tuple[dict[int, dict[str, Fit]], Shares, dict[str, Shares]]:
     """Write wrong gradients as weighted sums of the gradients of the ranks' parts of the batch.
 
-    `files` are those of the ranks (code_trace.py). Returns these sums by rank and name, relative to
-    the reference's own, and each part's share of the whole mean.
+    `files` are those of the ranks (code_trace.py). Each part is cut into `count` microbatches along
+    dimension 0. Returns these sums by rank and name, relative to the reference's own; each
+    part's share of the whole mean; and what else parts may be weighted by (`_counts_of`).
     """
     request: Request = pickles.loads(packed)
     saved = [torch.load(file, weights_only=False) for file in files]
@@ -100,9 +109,10 @@ def find_shares(
         with built.parameters() as parameters, torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(before["weights"][name])
-        parts = {file["digest"]: file["batch"] for file in saved}
+        wholes = {file["digest"]: file["batch"] for file in saved}
+        parts = [part for whole in wholes.values() for part in _microbatches(whole, count)]
         of_parts: dict[str, list[Tensor]] = {}
-        for part in parts.values():
+        for part in parts:
             built.run_step(part)
             for name, parameter in parameters.items():
                 if parameter.grad is not None:
@@ -123,5 +133,29 @@ def find_shares(
                 if found is not None:
                     relative = (a / b for a, b in zip(found[0], known[0], strict=True))
                     fits[file["rank"]][name] = tuple(relative), found[1]
-    gc.collect()
-    return fits, shares
+    clean_up()
+    return fits, shares, _counts_of(parts)
+
+
+def _microbatches(batch: Any, count: int) -> list[Any]:
+    """Equal parts of a batch along dimension 0; raises ValueError if there are none."""
+    leaves, spec = tree_flatten(batch)
+    cut = []
+    for leaf in leaves:
+        is_cut = isinstance(leaf, Tensor) and leaf.ndim > 0
+        if is_cut and leaf.size(0) % count:
+            raise ValueError(f"{leaf.size(0)} rows are no {count} equal parts")
+        cut.append(leaf.chunk(count) if is_cut else [leaf] * count)
+    return [tree_unflatten(list(leaves), spec) for leaves in zip(*cut, strict=True)]
+
+
+def _counts_of(parts: Sequence[Any]) -> dict[str, Shares]:
+    """The numbers of elements, and of those that are not negative, in each part, by tensor."""
+    found: dict[str, Shares] = {}
+    for one in parts:
+        for path, leaf in tree_flatten_with_path(one)[0]:
+            if isinstance(leaf, Tensor) and not leaf.is_floating_point():
+                name = keystr(path) or "the batch"
+                number = float((leaf >= 0).sum()) if leaf.dtype != torch.bool else float(leaf.sum())
+                found[name] = (*found.get(name, ()), number)
+    return {name: numbers for name, numbers in found.items() if len(numbers) == len(parts)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import importlib.util
 import inspect
 import sys
@@ -39,6 +40,9 @@ class Request:
     shard: Callable[[str], Any] | None = None
     rename: Callable[[str], str] | Mapping[str, str] | None = None
     copy_weights: bool = False
+    leave_out: Sequence[str] = ()
+    parallel_loss: Callable[[Any, Any], Any] | None = None
+    microbatches: int | None = None
     modules: bool = True
     dtype: str = "float64"
     seed: int | None = 0
@@ -50,8 +54,12 @@ class Request:
             return self.rename.get(name, name)
         return name if self.rename is None else self.rename(name)
 
+    def leaves_out(self, name: str) -> bool:
+        """Whether a parameter, buffer or module is not to be compared."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.leave_out)
 
-FUNCTIONS = ("reference", "parallel", "loss", "step", "optimizer", "clip", "shard")
+
+FUNCTIONS = ("reference", "parallel", "loss", "step", "optimizer", "clip", "shard", "parallel_loss")
 REQUIRED = ("reference", "parallel", "loss")
 
 
@@ -75,6 +83,11 @@ def check(request: Request) -> None:
         problems.append(
             f"dtype: {request.dtype!r} is not supported; give {' or '.join(TRAINED_IN)}"
         )
+    patterns = request.leave_out
+    if isinstance(patterns, str) or not all(isinstance(one, str) for one in patterns):
+        problems.append(f"leave_out: {_shown(patterns)} is no list of names or patterns")
+    if request.microbatches is not None and not _is_positive(request.microbatches):
+        problems.append(f"microbatches: {request.microbatches!r} is no positive integer")
     if not request.timeout_seconds > 0:
         problems.append(f"timeout_seconds: {request.timeout_seconds} is not positive")
     problems += _split_problems(request)
@@ -154,6 +167,10 @@ def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
     finally:
         for module in new:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 def _shown(value: Any) -> str:
