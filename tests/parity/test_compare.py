@@ -192,7 +192,7 @@ def test_float32_has_the_tolerance_of_its_rounding(comparer):
     [
         ({"split": "pp"}, "split: there is no axis 'pp'; the axes of `ranks` are dp"),
         ({"batches": []}, "batches: the list is empty"),
-        ({"dtype": "bfloat16"}, "dtype: 'bfloat16' is not supported"),
+        ({"dtype": "float16"}, "dtype: 'float16' is not supported"),
         ({"ranks": {"dp": 0}}, "ranks: dp has 0 ranks; give a positive integer"),
         ({"ranks": "two"}, "ranks: 'two' is no number of ranks"),
         ({"loss": None}, "loss: None is not a function"),

@@ -162,7 +162,7 @@ WITH_TORCH = {
     "titanlite/tools/verify": (
         *("agreement", "cells", "formulas", "inspect_model", "job_trace", "opened", "outputs"),
         *("parts", "recurrence", "reload", "routing", "run", "sequences", "step_files"),
-        *("subject", "tracing"),
+        *("perturbation", "subject", "tracing", "watching"),
     ),
     "titanlite/tools/verify/program": (
         *("batches", "building", "code_trace", "events", "local_parts", "parallel"),

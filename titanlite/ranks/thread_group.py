@@ -71,7 +71,12 @@ class Listener(Protocol):
     """Hears what the ranks of a world call and wait for; each call has a number, or 0 for none."""
 
     def collective(
-        self, rank: int, call: Call, ranks: tuple[int, ...], tensors: Sequence[Tensor]
+        self,
+        rank: int,
+        call: Call,
+        ranks: tuple[int, ...],
+        tensors: Sequence[Tensor],
+        results: Sequence[Tensor],
     ) -> int: ...
 
     def message(
@@ -490,12 +495,15 @@ class ThreadGroup(_ProcessGroup):
                 f"calls {call} at {call.site}"
             )
         under_way.given[self._rank] = given
+        number = 0
+        if shared.listener:
+            # Before a result may overwrite what this rank gives.
+            number = shared.listener.collective(own, call, self.ranks, sizes, result)
         if len(under_way.given) == self.size():
             del shared.operations[key]
             with unseen():
                 under_way.compute([under_way.given[rank] for rank in range(self.size())])
             shared.turns.happen(under_way.done)
-        number = shared.listener.collective(own, call, self.ranks, sizes) if shared.listener else 0
         return ThreadWork(shared, under_way.done, result, number=number)
 
 

@@ -95,7 +95,12 @@ class StepListener:
     # What the exchange calls.
 
     def collective(
-        self, rank: int, call: Call, ranks: tuple[int, ...], tensors: Sequence[Tensor]
+        self,
+        rank: int,
+        call: Call,
+        ranks: tuple[int, ...],
+        tensors: Sequence[Tensor],
+        results: Sequence[Tensor],
     ) -> int:
         if rank not in self._names or len(ranks) == 1:
             return 0

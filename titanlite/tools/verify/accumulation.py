@@ -32,6 +32,7 @@ from titanlite.tools.verify.jobs import (
 from titanlite.tools.verify.record import Mixing
 from titanlite.tools.verify.report import WORDS
 from titanlite.tools.verify.result import Verification
+from titanlite.tools.verify.sensitivity import NUM_PERTURBED
 
 if TYPE_CHECKING:
     from titanlite.ranks.world import World
@@ -163,6 +164,27 @@ def measure_rounding(
         for other in others
     ]
     measured = (differences(runs.run(one, reference), reference.steps) for one in orders)
+    return largest_of(measured, len(reference.steps))
+
+
+def measure_sensitivity(
+    runs: JobRuns, found: Verification, reference: Reference
+) -> list[dict[Key, float]]:
+    """The reference's largest differences from itself with weights and inputs perturbed.
+
+    The last run has its batch in parts where that is allowed: long sums round by their order, too.
+    """
+    microbatches = microbatches_of(found.job)
+    is_whole = bool(microbatches) or is_over_batch(found.job.config.training.loss)
+    last = reference.job if is_whole else reference_job(found.job, num_parts=PARTS)
+    perturbed = [
+        JobRun(job, found.num_steps, None, microbatches, replay=found.replays, perturbed=number)
+        for number, job in enumerate([reference.job] * (NUM_PERTURBED - 1) + [last], 1)
+    ]
+    measured = (
+        differences(runs.run(one, reference), reference.steps, by_distance=True)
+        for one in perturbed
+    )
     return largest_of(measured, len(reference.steps))
 
 

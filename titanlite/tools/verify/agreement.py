@@ -15,7 +15,7 @@ from titanlite.mesh.parallel_dims import AXES, axes_where
 from titanlite.modules.shards import is_sharded
 from titanlite.tools.verify.record import Agreement
 
-MISSING = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
+MISSING = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "", math.inf)
 """Of a tensor that only the rank or only the reference has."""
 
 
@@ -24,14 +24,21 @@ def agreement(own: Tensor, expected: Tensor, whole: Tensor) -> Agreement:
     digest = digest_of(own)
     if whole.is_complex():
         own, expected, whole = (torch.view_as_real(tensor) for tensor in (own, expected, whole))
-    scale = whole.double().abs().max().item() if whole.numel() else 0.0
+    every = whole.double().flatten()
+    scale = every.abs().max().item() if whole.numel() else 0.0
     if own.shape != expected.shape:
-        return Agreement(math.inf, scale, 0.0, 0.0, 0.0, digest)
+        return Agreement(math.inf, scale, 0.0, 0.0, 0.0, digest, math.inf)
     a, b = own.cpu().double().flatten(), expected.double().flatten()
     error = (a - b).abs().max().item() if a.numel() else 0.0
     if math.isnan(error):
         error = math.inf
-    return Agreement(error, scale, (a @ a).item(), (a @ b).item(), (b @ b).item(), digest)
+    distance = 0.0
+    if error:
+        difference, size = a - b, (every @ every).item() / len(every)
+        square = (difference @ difference).item() / len(a)
+        distance = math.sqrt(square / size) if size else math.inf
+    sums = (a @ a).item(), (a @ b).item(), (b @ b).item()
+    return Agreement(error, scale, *sums, digest, distance)
 
 
 def digest_of(tensor: Tensor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from titanlite.start import check_start
 from titanlite.tools.options import count, require_writable, split_options, write
 from titanlite.tools.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stable
 from titanlite.tools.verify.junit import Case, to_junit
+from titanlite.tools.verify.sensitivity import SENSITIVITY
 from titanlite.tools.verify.shrink import read_small
 
 HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
@@ -32,6 +34,9 @@ gradient norm, every gradient and every weight, step by step. Print the cause if
                       (at most 200 steps), so that these are compared too
   --dtype DTYPE       float64 (default), float32, or bfloat16, which computes in bfloat16 and
                       keeps weights in float32
+  --tolerance X       the largest relative difference that counts as agreement; or "sensitivity",
+                      which measures how far rounding moves each tensor of the reference
+                      (for float32 and bfloat16)
   --replay-routing    send every token to the experts to which the reference routed it, so that
                       close scores, which may round another way, do not add to the differences
   --threads           run the ranks as threads of one process, as many as 4096: by default if
@@ -65,6 +70,7 @@ class Options:
     job: list[str]
     steps: int | None = None
     dtype: str = "float64"
+    tolerance: float | str | None = None
     replay_routing: bool = False
     shrink: bool = False
     until_stable: bool = False
@@ -140,6 +146,7 @@ def verify_one(options: Options) -> int:
             steps=steps,
             reloads=True,
             dtype=options.dtype,
+            tolerance=options.tolerance,
             replay=options.replay_routing,
             on_start=lambda found: show(format_header(found, source, shrunk) + "\n"),
         )
@@ -203,6 +210,15 @@ def _dtype(name: str, text: str) -> str:
     return text
 
 
+def _tolerance(name: str, text: str) -> float | str:
+    if text == SENSITIVITY:
+        return text
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise ConfigError(f"{name}: {quote(text)} is no positive number; give one, or {SENSITIVITY}")
+
+
 def _path(name: str, text: str) -> str:
     if not text:
         raise ConfigError(f"{name}: is empty; give a path")
@@ -212,13 +228,14 @@ def _path(name: str, text: str) -> str:
 VALUES: dict[str, Callable[[str, str], object]] = {
     "--steps": count,
     "--dtype": _dtype,
+    "--tolerance": _tolerance,
     "--json": _path,
     "--junit": _path,
     "--ranks": count,
     "--output": _path,
     "--limit": count,
 }
-OF_ONE_JOB = ("--dtype", "--replay-routing", "--shrink", "--until-stable", "--json")
+OF_ONE_JOB = ("--dtype", "--tolerance", "--replay-routing", "--shrink", "--until-stable", "--json")
 WORLDS = ("--threads", "--processes")
 FLAGS = ("--replay-routing", "--shrink", "--until-stable", "--matrix", "--compile", *WORLDS)
 OF_THE_MATRIX = ("--ranks", "--output", "--compile", "--limit")

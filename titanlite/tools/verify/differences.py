@@ -103,10 +103,11 @@ class Tolerance:
 
 
 def differences(
-    runs: Sequence[RankRun], reference: Sequence[ReferenceStep]
+    runs: Sequence[RankRun], reference: Sequence[ReferenceStep], *, by_distance: bool = False
 ) -> list[dict[Key, float]]:
     """For each step (0 is the start) and each key, the largest difference on any rank.
 
+    With `by_distance`, that of a tensor is of its root mean square, not of its largest element.
     A gradient that is only rounding error counts as equal. The weight and the optimizer state that
     follow from it are compared relative to the largest weight or state of the model.
     """
@@ -135,6 +136,8 @@ def differences(
             largest = _largest(tensors)
             for name, agreement in _items(tensors):
                 difference = _difference(kind, name, agreement, noise or (), largest)
+                if by_distance and difference == agreement.difference:
+                    difference = agreement.distance
                 if step and kind == "gradient" and name in small:
                     difference = 0.0
                 of_step[kind, name] = max(of_step.get((kind, name), 0.0), difference)

@@ -50,6 +50,8 @@ class JobRun:
     """Whether the job, which must have [checkpoint] enabled, is saved and loaded at its end."""
     replay: bool = False
     """Whether tokens go to the experts that the reference chose."""
+    perturbed: int = 0
+    """From what to draw the perturbation of weights and inputs; 0 for none."""
 
 
 def plan_job(job: ResolvedJob, dtype: str) -> ResolvedJob:

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from titanlite.tools.verify.economy import Traffic
+
 
 class Agreement(NamedTuple):
     """One rank's part `a` of a tensor compared with the same part `b` of the reference's.
 
     `error` is max|a - b|; `scale` is the largest magnitude in the reference's whole tensor; `aa`,
-    `ab` and `bb` are the sums of a*a, a*b and b*b; `digest` is a digest of a's bytes.
+    `ab` and `bb` are the sums of a*a, a*b and b*b; `digest` is a digest of a's bytes. `distance` is
+    the root mean square of a - b, divided by that of the whole tensor.
     """
 
     error: float
@@ -21,6 +24,7 @@ class Agreement(NamedTuple):
     ab: float
     bb: float
     digest: str
+    distance: float = 0.0
 
     @property
     def difference(self) -> float:
@@ -104,6 +108,8 @@ class RankRun:
     """Weights, optimizer state and buffers of a new job that has loaded this one's checkpoint."""
     reloaded_alone: RankStep | None = None
     """The same for one process that has loaded the plan's checkpoint; only in rank 0's run."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """What the rank sent and read in one step, unless that was compiled."""
 
 
 @dataclass

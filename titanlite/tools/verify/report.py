@@ -74,6 +74,9 @@ def format_result(found: Result, dtype: str) -> str:
         lines += ["", textwrap.fill(note, WIDTH, break_long_words=False)]
     for note in found.notes:
         lines += ["", textwrap.fill(f"note: {note}", WIDTH, break_long_words=False)]
+    for note in found.needless:
+        text = f"but the plan {note}"
+        lines += ["", textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)]
     is_first = findings[:1] == found.findings[:1]
     for index, finding in enumerate(findings):
         text = f"{'likely cause' if index == 0 and is_first else 'also seen'}: {finding}"
@@ -223,6 +226,12 @@ def to_json(found: Verification, source: str, shrunk: list[str]) -> dict[str, An
         "failures": failed,
         "different_replicas": [
             {"step": s.step, "name": s.name, "ranks": s.groups} for s in found.splits
+        ],
+        "notes": found.notes,
+        "needless": found.needless,
+        "sent": [
+            {f"{kind} over {axis}": list(both) for (kind, axis), both in own.totals.items()}
+            for own in found.traffic
         ],
         "diagnosis": [str(finding) for finding in found.findings],
         "steps": [group(step, of_step) for step, of_step in enumerate(found.differences)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from titanlite.config import ResolvedJob
@@ -15,6 +16,8 @@ from titanlite.tools.verify.differences import (
     badness,
     failures,
 )
+from titanlite.tools.verify.economy import Traffic, notes_on
+from titanlite.tools.verify.record import RankRun
 
 
 @dataclass(kw_only=True)
@@ -35,6 +38,10 @@ class Result:
     """What is wrong, the most likely cause first."""
     notes: list[str] = field(default_factory=list)
     """Sentences about what is unusual but not wrong, and about what was not compared."""
+    needless: list[str] = field(default_factory=list)
+    """Of a run that agrees: what it sends or reads needlessly."""
+    traffic: list[Traffic] = field(default_factory=list)
+    """What each rank sent in one step; empty if that was compiled."""
     seconds: float = 0.0
     threads: bool = False
     """Whether the ranks were threads of one process."""
@@ -47,6 +54,12 @@ class Result:
         """Compare the differences with this tolerance."""
         self.tolerance = tolerance
         self.failures = failures(self.differences, tolerance)
+
+    def look_at_traffic(self, runs: Sequence[RankRun]) -> None:
+        """Keep what the ranks sent; needless communication is told of a run that agrees."""
+        self.traffic = [run.traffic for run in runs if run.traffic.sent]
+        if self.agrees and len(self.traffic) == len(runs):
+            self.needless = notes_on(self.traffic)
 
     @property
     def error_finding(self) -> str:
@@ -97,6 +110,8 @@ class Verification(Result):
     """Sentences about what is wrong with a run that resumes from the plan's checkpoint."""
     replays: bool = False
     """Whether tokens went to the experts that the reference chose."""
+    given: float | str | None = None
+    """The tolerance that was asked for: a number, or "sensitivity"."""
     moved: list[str] = field(default_factory=list)
     """Sentences about tokens that the plan routes to other experts than the reference."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError
 from titanlite.job import Job
-from titanlite.modules.batch import join
+from titanlite.modules.batch import Batch, join
 from titanlite.modules.shards import local_part, shard_of
 from titanlite.observe.failing import naming_failures, styles_of
 from titanlite.ranks.hang_state import recorded_calls
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending, placements_of
+from titanlite.tools.verify.economy import Traffic
 from titanlite.tools.verify.formulas import (
     left_over_gradients,
     optimizer_problems,
@@ -30,12 +31,14 @@ from titanlite.tools.verify.formulas import (
 from titanlite.tools.verify.inspect_model import find_narrowed
 from titanlite.tools.verify.jobs import JobRun, Patch, scheduled_lr
 from titanlite.tools.verify.opened import open_job, subject_of
+from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.record import RankRun, RankStep, ReferenceRun, ReferenceStep
 from titanlite.tools.verify.recurrence import Recurrence, one_seed_for_all
 from titanlite.tools.verify.reload import save_and_load
 from titanlite.tools.verify.routing import followed_routing, recorded_routing, routing_record
 from titanlite.tools.verify.sequences import cut_again, leave_out_targets, look_at_data
 from titanlite.tools.verify.step_files import load, store
+from titanlite.tools.verify.watching import StepWatch
 from titanlite.training.initial_weights import generator_for
 from titanlite.training.step import StepResult
 
@@ -115,6 +118,7 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
         seen = [RankStep(weights=subject.compare_weights(start["weights"]))]
         pending: tuple[str, ...] = ()
         left_over, stale = list[str](), list[str]()
+        traffic = Traffic()
         for step in range(1, steps + 1):
             record = load(folder, step)
             batches = job.draw()
@@ -129,12 +133,9 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
 
             batches = leave_out_targets(job, batches, record["fields"])
             batches = cut_again(batches, run.microbatches)
-            with (
-                naming_failures(job, every=True) if step == 1 else contextlib.nullcontext(),
-                followed_routing(job, batches, record["routing"], replay=run.replay) as moved,
-            ):
-                done = job.trainer.step(batches, on_gradients=look)
-            found.moved = moved
+            done, found.moved, sent = _take_step(job, run, step, batches, record["routing"], look)
+            if sent is not None:
+                traffic, traffic.part = sent, str(found.sequences)
             if step == 1:
                 problems += wrong_reductions(job, calls_before)
                 problems += _wrongly_trained(found, record["gradients"], parameters)
@@ -169,7 +170,42 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             tuple(resume_problems),
             reloaded,
             styles=_style_names(job),
+            traffic=traffic,
         )
+
+
+def _take_step(
+    job: Job,
+    run: JobRun,
+    step: int,
+    batches: list[Batch],
+    routing: Any,
+    on_gradients: Callable[[], None],
+) -> tuple[StepResult, Any, Traffic | None]:
+    """Train one step; returns its result, the tokens that moved, and what it sent if it is watched.
+
+    Step 2 is, or the only one, unless it is compiled.
+    """
+    perturbation = Perturbation(run.job.config.training.param_dtype, run.perturbed, step)
+    if run.perturbed:
+        perturbation.perturb(job.trainer.parameters)
+        batches = [b.replace(**perturbation.inputs(dict(b.fields))) for b in batches]
+
+    def look() -> None:
+        perturbation.restore()
+        on_gradients()
+
+    watch = None
+    if step == min(2, run.steps) and not (run.perturbed or run.job.config.compile.enable):
+        groups = subject_of(job).groups
+        watch = StepWatch(groups, job.parameters, [batch.fields for batch in batches])
+    with (
+        naming_failures(job, every=True) if step == 1 else contextlib.nullcontext(),
+        followed_routing(job, batches, routing, replay=run.replay) as moved,
+        watch.seeing() if watch else contextlib.nullcontext(),
+    ):
+        done = job.trainer.step(batches, on_gradients=watch.unseen(look) if watch else look)
+    return done, moved, watch.traffic() if watch else None
 
 
 def _wrongly_trained(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config import JobConfig, ResolvedJob, resolve_job
 from titanlite.parallelize.steps import depends_on_microbatch, loss_tolerance
-from titanlite.tools.verify.accumulation import Accumulation, measure_rounding
+from titanlite.tools.verify.accumulation import Accumulation, measure_rounding, measure_sensitivity
 from titanlite.tools.verify.causes import explain_error, find_causes
 from titanlite.tools.verify.differences import Tolerance, differences, unequal_replicas
 from titanlite.tools.verify.experts import moved_tokens
@@ -26,6 +26,7 @@ from titanlite.tools.verify.jobs import JobRun, Patch, plan_job, reference_job
 from titanlite.tools.verify.pool import RankPool, RankPools
 from titanlite.tools.verify.record import RankRun
 from titanlite.tools.verify.result import Verification
+from titanlite.tools.verify.sensitivity import SENSITIVITY, Given, Sensitivity
 from titanlite.tools.verify.wording import name_ranks
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Verifier:
         patch: Patch | None = None,
         reloads: bool = False,
         replay: bool = False,
+        tolerance: float | str | None = None,
         on_start: Callable[[Verification], None] = lambda _: None,
     ) -> Verification:
         """Run `job` under its plan and on one process for `steps` steps, and compare.
@@ -77,7 +79,9 @@ class Verifier:
         `patch` is entered on the plan's ranks only. With `reloads`, the plan saves a checkpoint
         after its last step, and a new job that has loaded it is compared too. With `replay`, every
         token goes to the experts to which the reference routed it, so that experts can be compared
-        in float32 and bfloat16. `on_start` is called once the job has been checked, before it runs.
+        in float32 and bfloat16. `tolerance` is the largest difference that counts as agreement, or
+        "sensitivity" (sensitivity.py); by default it is as differences.py says. `on_start` is
+        called once the job has been checked, before it runs.
         Raises ConfigError if the job cannot be built or compared, and TitanliteError if it does not
         run on one process; an exception of a plan's rank is part of the result.
         """
@@ -87,7 +91,7 @@ class Verifier:
         plan = plan_job(job, dtype)
         alone = reference_job(plan)
         parts = plan.global_batch_size // alone.config.training.local_batch_size
-        found = Verification(plan, dtype, steps, parts)
+        found = Verification(plan, dtype, steps, parts, given=tolerance)
         found.threads = self.pool(plan.dims.world_size).are_threads
         on_start(found)
         # The ranks start while the reference runs.
@@ -105,6 +109,7 @@ class Verifier:
             found.replays = replay
             self._judge(found, runs, reference)
             found.problems += self._wrong_formats(job, plan, patch)
+            found.look_at_traffic(runs)
             if not found.agrees and dtype == "float64":
                 found.findings = self._explain(found, runs, reference, patch)
             elif not found.agrees:
@@ -122,7 +127,8 @@ class Verifier:
         is_narrow = bool(reference.narrowed)
         config = found.job.config
         least = loss_tolerance(config)
-        found.differences = differences(runs, reference.steps)
+        is_measured = found.given == SENSITIVITY
+        found.differences = differences(runs, reference.steps, by_distance=is_measured)
         found.moved = moved_tokens(runs)
         found.judge(Tolerance(found.dtype, is_narrow=is_narrow, loss_tolerance=least))
         is_exact = found.dtype == "float64"
@@ -131,7 +137,12 @@ class Verifier:
         # Some tensors have larger rounding errors. Measuring them costs runs, so in float64 it is
         # done only if something is above the default tolerance.
         is_stable = not depends_on_microbatch(config)
-        if not is_exact or (found.failures and not found.wrong_sums and is_stable):
+        if is_measured:
+            rounding = measure_sensitivity(self._runs, found, reference)
+            found.judge(Sensitivity(found.dtype, rounding, is_narrow, least))
+        elif isinstance(found.given, float):
+            found.judge(Given(dtype=found.dtype, limit=found.given))
+        elif not is_exact or (found.failures and not found.wrong_sums and is_stable):
             rounding = measure_rounding(self._runs, found, reference)
             found.judge(Tolerance(found.dtype, rounding, is_narrow, least))
         found.splits = unequal_replicas(runs)

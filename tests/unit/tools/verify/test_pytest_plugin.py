@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+
+from titanlite.tools.verify.pytest_plugin import _are_threads
 
 pytest_plugins = ["pytester"]
 
@@ -43,10 +48,6 @@ def test_differs(assert_equivalent):
 def test_mistake(assert_equivalent):
     assert_equivalent(build, with_ddp, batches=WHOLE, **{**DP, "split": "tp"})
 
-def test_job(verify_job):
-    found = verify_job(JOB, changes={"debug.seed": 3}, shrink=True, steps=1)
-    assert found.found.threads and found.found.job.config.debug.seed == 3
-
 def test_job_fails(verify_job):
     import titanlite
 
@@ -61,7 +62,7 @@ def test_job_fails(verify_job):
 def test_a_failure_says_what_is_wrong_at_the_line_of_the_test(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_subprocess(*OPTIONS, "-n1")
-    result.assert_outcomes(passed=2, failed=3)
+    result.assert_outcomes(passed=1, failed=3)
     result.stdout.fnmatch_lines(
         [
             ">       assert_equivalent(build, with_ddp, batches=MASKED, **DP)",
@@ -97,7 +98,7 @@ def fake():
 """
 
 
-def test_until_it_is_used_nothing_is_imported_and_options_choose_the_ranks(
+def test_until_it_is_used_nothing_is_imported_and_the_file_chooses_the_ranks(
     pytester: pytest.Pytester,
 ) -> None:
     pytester.makeconftest(FAKE)
@@ -106,10 +107,17 @@ def test_until_it_is_used_nothing_is_imported_and_options_choose_the_ranks(
         "def test_without_torch(): assert 'torch' not in sys.modules\n"
         "def test_used(assert_equivalent): assert 'torch' not in sys.modules\n"
     )
-    pytester.makeini("[pytest]\ntitanlite_ranks = fibers")
-    result = pytester.runpytest_subprocess(*OPTIONS)
-    result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines("*titanlite_ranks: 'fibers' is neither threads nor processes*")
-    result = pytester.runpytest_subprocess(*OPTIONS, "-s", "--titanlite-ranks=processes")
+    pytester.makeini("[pytest]\ntitanlite_ranks = processes")
+    result = pytester.runpytest_subprocess(*OPTIONS, "-s")
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines("*threads False*")
+
+
+def test_the_command_line_comes_before_the_file_and_another_word_is_refused() -> None:
+    def config(option: str | None, file: str) -> Any:
+        return SimpleNamespace(getoption=lambda _: option, getini=lambda _: file)
+
+    assert _are_threads(config("threads", "processes"))
+    assert not _are_threads(config("processes", "threads"))
+    with pytest.raises(pytest.UsageError, match="'fibers' is neither threads nor processes"):
+        _are_threads(config(None, "fibers"))

@@ -63,6 +63,19 @@ class Built:
             yield found
 
     @property
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters as they are, by their own names."""
+        return {n: p for module in self.modules for n, p in module.named_parameters()}
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a module is compiled."""
+        every = (inner for module in self.modules for inner in module.modules())
+        return any(
+            inner._compiled_call_impl is not None or hasattr(inner, "_orig_mod") for inner in every
+        )
+
+    @property
     def is_flat(self) -> bool:
         """Whether FSDP1 has flattened parameters."""
         every = (inner for module in self.modules for inner in module.modules())

@@ -39,6 +39,13 @@ from titanlite.tools.verify.record import (
 )
 from titanlite.tools.verify.report import format_result
 from titanlite.tools.verify.result import Result
+from titanlite.tools.verify.sensitivity import (
+    HALF_SPACING,
+    NUM_PERTURBED,
+    SENSITIVITY,
+    Given,
+    Sensitivity,
+)
 from titanlite.tools.verify.shares import LEFT
 from titanlite.tools.verify.wording import be, listed, name_parameters
 
@@ -51,16 +58,6 @@ POSITIONAL = ("reference", "parallel")
 FLOAT32_ROUNDING = 2.0**-23
 # A reference that differs from itself by more than this draws random numbers.
 RANDOM = 1e-3
-
-
-@dataclass(kw_only=True)
-class Given(Tolerance):
-    """A tolerance that the caller has given."""
-
-    limit: float = 0.0
-
-    def _make(self, step: int, key: Key) -> float:
-        return 0.0 if key[0] == "start" else self.limit
 
 
 @dataclass
@@ -122,7 +119,7 @@ def compare(
     microbatches: int | None = None,
     modules: bool = True,
     dtype: str = "float64",
-    tolerance: float | None = None,
+    tolerance: float | str | None = None,
     seed: int | None = 0,
     timeout_seconds: float = 300,
     max_ranks: int | None = None,
@@ -166,9 +163,10 @@ def compare(
     leave_out: names or patterns ("*.counts") of the reference's parameters, buffers and modules
         that are not compared.
     modules: whether to record what modules receive and return, by forward hooks.
-    dtype: "float64" or "float32", torch's default dtype while the functions run.
-    tolerance: the largest relative difference that counts as agreement; docs/compare.md explains
-        the default.
+    dtype: "float64", "float32" or "bfloat16", torch's default dtype while the functions run.
+    tolerance: the largest relative difference that counts as agreement, or "sensitivity": as much
+        as rounding moves the reference, for dtypes that round coarsely. docs/compare.md explains
+        both and the default.
     seed: torch.manual_seed gets it before `reference` and before `parallel` is called; None for no
         seed.
     timeout_seconds: how long the ranks may take altogether.
@@ -227,7 +225,7 @@ class Comparer:
         parallel: Callable[..., Any],
         *,
         ranks: int | Mapping[str, int],
-        tolerance: float | None = None,
+        tolerance: float | str | None = None,
         **options: Any,
     ) -> Comparison:
         """The same as `titanlite.compare`."""
@@ -293,13 +291,19 @@ class _Judging:
     runs: list[CodeRun]
     found: Comparison
 
-    def judge(self, tolerance: float | None) -> None:
+    def judge(self, tolerance: float | str | None) -> None:
         """Fill in the result."""
         found, is_narrow = self.found, bool(self.record.narrowed)
         self._place()
         found.losses = self._combine_losses()
-        found.differences = self._differences(self.runs)
-        if tolerance is not None:
+        is_measured = tolerance == SENSITIVITY
+        found.differences = self._differences(self.runs, by_distance=is_measured)
+        if is_measured:
+            again = (self._again(found.dtype, number) for number in range(1, NUM_PERTURBED + 1))
+            rounding = largest_of(again, len(self.record.steps))
+            least = HALF_SPACING[found.dtype]
+            found.judge(Sensitivity(found.dtype, rounding, is_narrow, least=least))
+        elif isinstance(tolerance, float):
             found.judge(Given(dtype=found.dtype, limit=tolerance))
         elif found.dtype == "float64":
             found.judge(Tolerance("float64", is_narrow=is_narrow))
@@ -314,6 +318,7 @@ class _Judging:
         self._judge_pending()
         names = {name for run in self.runs for name in run.placements}
         found.splits = [split for split in unequal_replicas(self.runs) if split.name in names]
+        found.look_at_traffic(self.runs)
         if not found.agrees:
             found.findings = list(found.problems)
             is_explained = found.problems and all(
@@ -448,8 +453,10 @@ class _Judging:
             for of_step, known in zip(values, self.record.steps[1:], strict=True)
         )
 
-    def _differences(self, runs: Sequence[RankRun]) -> list[dict[Key, float]]:
-        found = differences(runs, self.record.steps)
+    def _differences(
+        self, runs: Sequence[RankRun], *, by_distance: bool = False
+    ) -> list[dict[Key, float]]:
+        found = differences(runs, self.record.steps, by_distance=by_distance)
         for of_step in found:
             of_step.pop(("lr", ""), None)
             if self.request.clip is None:
@@ -461,11 +468,11 @@ class _Judging:
 
         Raises ConfigError if they are far larger than rounding error.
         """
-        found = [self._differences_of_reference(self.found.dtype)]
+        found = [self._again(self.found.dtype)]
         for dtype in dtypes:
             if dtype != self.found.dtype:
                 try:
-                    found.append(self._differences_of_reference(dtype))
+                    found.append(self._again(dtype))
                 except TitanliteError as error:
                     failure(error)
                     why = " ".join(str(error).split())
@@ -478,21 +485,21 @@ class _Judging:
                     )
         return largest_of(found, len(self.record.steps))
 
-    def _differences_of_reference(self, dtype: str) -> list[dict[Key, float]]:
+    def _again(self, dtype: str, perturbed: int = 0) -> list[dict[Key, float]]:
         packed, folder, record = self.packed, self.folder, self.record
 
         def on_rank(world: World) -> CodeRun:
             from titanlite.tools.verify.program.parallel import run_again
 
-            return run_again(world, packed, folder, record, dtype)
+            return run_again(world, packed, folder, record, dtype, perturbed)
 
         again = self.pools.alone(on_rank)
         for step, value in enumerate(again.losses, 1):
             # The loss function of one process always returns a loss.
             again.steps[step].loss = value or 0.0
-        found = self._differences([again])
+        found = self._differences([again], by_distance=perturbed > 0)
         loss = found[1].get(("loss", ""), 0.0)
-        if loss > RANDOM:
+        if loss > RANDOM and not perturbed:
             raise ConfigError(
                 f"reference: a second run has another loss in step 1, by {loss:.0e}: it draws "
                 "random numbers, or keeps state outside the model that the function returns; turn "

@@ -19,6 +19,7 @@ from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending
+from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
 from titanlite.tools.verify.program.code_trace import Tracer, save_part
@@ -29,6 +30,7 @@ from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import HeldParts, Subject
 from titanlite.tools.verify.tracing import TOLERANCES, gathered
+from titanlite.tools.verify.watching import StepWatch
 
 # The least tolerance of outputs if part of the model computes in a narrower dtype.
 IF_NARROWED = 1e-4
@@ -45,10 +47,13 @@ def run_parallel(
     return _Measuring(world, request, folder, record, watched=watched).run()
 
 
-def run_again(world: World, packed: bytes, folder: str, record: ModelRun, dtype: str) -> CodeRun:
+def run_again(
+    world: World, packed: bytes, folder: str, record: ModelRun, dtype: str, perturbed: int = 0
+) -> CodeRun:
     """The reference once more, from weights that differ in their last bit or in `dtype`.
 
-    Its differences from the first run are the rounding error of the reference.
+    Its differences from the first run are the rounding error of the reference. With `perturbed`,
+    it starts from the same weights, and those of each step are perturbed for its two passes.
     """
     request: Request = pickles.loads(packed)
     again = replace(
@@ -64,8 +69,10 @@ def run_again(world: World, packed: bytes, folder: str, record: ModelRun, dtype:
         copy_weights=True,
         dtype=dtype,
     )
-    perturbs = dtype == request.dtype
-    return _Measuring(world, again, folder, record, perturbs=perturbs, traces=False).run()
+    perturbs = dtype == request.dtype and not perturbed
+    measuring = _Measuring(world, again, folder, record, perturbs=perturbs, traces=False)
+    measuring.perturbed = perturbed
+    return measuring.run()
 
 
 class _Measuring:
@@ -85,6 +92,7 @@ class _Measuring:
         self.world, self.request, self.folder, self.record = world, request, folder, record
         self.watched = watched
         self.grid, self.perturbs, self.traces = request.grid, perturbs, traces
+        self.perturbed = 0
         # Of outputs, and of gradients that are not looked at again.
         self.tolerance = TOLERANCES[getattr(torch, request.dtype)]
         if record.narrowed:
@@ -142,6 +150,14 @@ class _Measuring:
             run.parts.append(digest)
             known = load(self.folder, step)
             found = RankStep()
+            perturbation = Perturbation(request.dtype, self.perturbed, step)
+            if self.perturbed:
+                perturbation.perturb(built.own_parameters.values())
+                part = perturbation.inputs(part)
+            watch = None
+            looks = self.traces and self.watched is None
+            if looks and step == min(2, len(parts)) and not built.is_compiled:
+                watch = StepWatch(subject.groups, built.own_parameters, [part])
             kept = Events()
             with contextlib.ExitStack() as exits:
                 if request.modules:
@@ -149,7 +165,10 @@ class _Measuring:
                     exits.enter_context(recorded(modules, is_whole, built.name_of, kept))
                 if step == self.watched:
                     exits.enter_context(Watch(kept))
+                if watch:
+                    exits.enter_context(watch.seeing())
                 run.losses.append(built.run_step(part))
+            perturbation.restore()
             if step == self.watched:
                 run.lines, run.lines_backward = kept.lines, kept.lines_backward
                 return run
@@ -160,8 +179,11 @@ class _Measuring:
                 trace = self._trace(tracer, kept, known, found, step, part, digest)
                 if trace is not None:
                     run.traces[step] = trace
-            found.norm = built.clip()
-            built.optimizer.step()
+            with watch.seeing() if watch else contextlib.nullcontext():
+                found.norm = built.clip()
+                built.optimizer.step()
+            if watch:
+                run.traffic, run.traffic.part = watch.traffic(), digest
             with built.parameters():
                 found.weights = subject.compare_weights(known["weights"])
             if not built.is_flat:

@@ -18,7 +18,7 @@ from titanlite import pickles
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import Grid
 
-TRAINED_IN = ("float64", "float32")
+TRAINED_IN = ("float64", "float32", "bfloat16")
 
 Split = str | Mapping[str, int] | Callable[[Any, Any], Any]
 """An axis that splits dimension 0, axis -> dimension, or a function (batch, mesh) -> part."""
@@ -80,9 +80,7 @@ def check(request: Request) -> None:
     elif not request.batches:
         problems.append("batches: the list is empty; give one batch per step")
     if request.dtype not in TRAINED_IN:
-        problems.append(
-            f"dtype: {request.dtype!r} is not supported; give {' or '.join(TRAINED_IN)}"
-        )
+        problems.append(f"dtype: {request.dtype!r} is not supported; give {', '.join(TRAINED_IN)}")
     patterns = request.leave_out
     if isinstance(patterns, str) or not all(isinstance(one, str) for one in patterns):
         problems.append(f"leave_out: {_shown(patterns)} is no list of names or patterns")
