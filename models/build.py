@@ -18,7 +18,6 @@ from titanlite.modules.experts import expert_layers
 from titanlite.modules.tied import find_tied, tie
 from titanlite.parallelize.plan import ParallelPlan, check_plan, find_blocks, find_plan, lacks_plan
 from titanlite.ranks.settings import generators_restored
-from titanlite.registry import load
 
 
 def build_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype) -> nn.Module:
@@ -27,8 +26,8 @@ def build_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype) -> nn.Module:
     It is built on the default device: `with torch.device("meta")` builds it without storage. Raises
     ConfigError if the registered functions cannot be imported or do not return a model.
     """
-    inputs, output = _load(spec, "inputs"), _load(spec, "output")
-    build = _load(spec, "build")
+    inputs, output = spec.load_part("inputs"), spec.load_part("output")
+    build = spec.load_part("build")
     try:
         model = build(sizes)
     except TitanliteError:
@@ -60,7 +59,7 @@ def plan_of(spec: ModelSpec, model: nn.Module) -> ParallelPlan:
 
     Raises TitanliteError if it names modules that the model lacks.
     """
-    plan = _load(spec, "plan")
+    plan = spec.load_part("plan")
     if isinstance(plan, Mapping):
         plan = plan.get(type(model))
     if callable(plan):
@@ -105,7 +104,7 @@ def initial_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype, seed: int) ->
         random.seed(seed)
         np.random.seed(seed % 2**32)
         model = build_model(spec, sizes, torch.float32)
-        init: Callable[[Any], Any] | None = _load(spec, "init")
+        init: Callable[[Any], Any] | None = spec.load_part("init")
         with torch.no_grad():
             if init is not None:
                 init(model)
@@ -155,14 +154,3 @@ def count_flops(model: nn.Module, batch: Batch) -> int | None:
     finally:
         model.zero_grad(set_to_none=True)
     return counter.get_total_flops()
-
-
-def _load(spec: ModelSpec, name: str) -> Any:
-    path = getattr(spec, name)
-    try:
-        return load(path)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"model.name: loading {path} failed with {type(error).__name__} ({error}); correct "
-            f"`{name}` in the registration of {spec.name}"
-        ) from error

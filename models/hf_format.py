@@ -21,7 +21,6 @@ from typing import Any
 from titanlite.errors import ConfigError
 from titanlite.files import read_bytes, shown
 from titanlite.models.spec import ModelSpec
-from titanlite.registry import load
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 # Files of a folder that do not depend on the weights.
@@ -126,13 +125,7 @@ def format_of(spec: ModelSpec) -> HFFormat | None:
 
     Raises ConfigError if it cannot be imported or is not an HFFormat.
     """
-    try:
-        found = load(spec.hf)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"model.name: loading {spec.hf} failed with {type(error).__name__} ({error}); correct "
-            f"`hf` in the registration of {spec.name}"
-        ) from error
+    found = spec.load_part("hf")
     if found is not None and not isinstance(found, HFFormat):
         raise ConfigError(
             f"model.name: `hf` of {spec.name} is a {type(found).__name__}; give an HFFormat"
@@ -167,7 +160,10 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX).get("weight_map")
         names = set(index.values()) if isinstance(index, dict) else set()
-        if not names or not all(map(_is_weight_file, names)):
+        if not names or not all(
+            isinstance(name, str) and name.endswith(".safetensors") and not {*name} & {"/", "\\"}
+            for name in names
+        ):
             raise ConfigError(
                 f"checkpoint: {folder / INDEX} has no valid weight_map; download or save it again"
             )
@@ -199,10 +195,6 @@ def require(found: Mapping[str, Any], key: str, *legal: Any, default: Any = "not
     """
     if (value := found.get(key, default)) not in legal:
         raise ValueError(f"has {key} {_told(value)}, and this model {_told(legal[0])}")
-
-
-def _is_weight_file(name: Any) -> bool:
-    return isinstance(name, str) and name.endswith(".safetensors") and not {*name} & {"/", "\\"}
 
 
 def _told(value: Any) -> str:

@@ -57,6 +57,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titanlite.errors import ConfigError
 from titanlite.registry import load
 
 
@@ -73,6 +74,17 @@ class ModelSpec:
     inputs: str | Mapping[str, str] | Callable[[Any], Mapping[str, Any]] | None = None
     output: str | Callable[[Any], Any] | None = None
     hf: Any = None
+
+    def load_part(self, name: str) -> Any:
+        """The part `name`, an object; raises ConfigError if it cannot be imported."""
+        path = getattr(self, name)
+        try:
+            return load(path)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"model.name: loading {path} failed with {type(error).__name__} ({error}); correct "
+                f"`{name}` in the registration of {self.name}"
+            ) from error
 
     def load_config_class(self) -> Any:
         """The model's configuration dataclass."""
@@ -97,7 +109,3 @@ class ModelSpec:
                 f"{config_class.__name__} has fields without default and no FLAVORS"
             )
         return {"default": config_class()}
-
-    def load_build(self) -> Any:
-        """The callable that builds the model; imports torch."""
-        return load(self.build)

@@ -295,8 +295,8 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
         where = " x ".join(dims.sample_axes)
         note = f"outputs gathered over {where}" if where else "nothing to gather"
         made.applied.append(PlanRow("loss", "whole batch", "whole batch", note))
-    for step in STEPS:
-        if step.feature.is_on(config) and (finish := step_of(step.feature).finish) is not None:
+    for feature in STEPS:
+        if feature.is_on(config) and (finish := step_of(feature).finish) is not None:
             finish(config, made.parts, trainer.optimizer)
     return Job(
         resolved=resolved,

@@ -25,7 +25,7 @@ MODULES = (
     "titanlite.run",
     "titanlite.checkpoint.run",
     "titanlite.observe.reporter",
-    "titanlite.data.images.build",
+    "titanlite.data.images.digits",
 )
 
 FORK_SERVER, LAUNCHER = os.getpid(), os.getppid()

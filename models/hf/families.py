@@ -225,7 +225,8 @@ def _missing(
             degree.format("context"),
             f"{name} does not have one attention in each block; give 1",
         )
-    if config.model_type != "gpt2" and (dropped := _dropout_of(model)):
+    drops = (n for n, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p)
+    if config.model_type != "gpt2" and (dropped := next(drops, "")):
         yield (
             "model.values",
             f"{name} drops out, in {dropped}, and differently under each plan; set its dropout "
@@ -286,7 +287,3 @@ def _wrong_entry(config: Any, model: Any, structure: Structure) -> str | None:
                 f"{type(getattr(model, structure.base)).__name__}; correct it, or remove it"
             )
     return None
-
-
-def _dropout_of(model: nn.Module) -> str:
-    return next((n for n, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p), "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -102,41 +102,23 @@ class ImageTransformerConfig:
         ]
 
 
+def _sizes(side: int, channels: int, vocab_size: int, **sizes: Any) -> ImageTransformerConfig:
+    """The sizes for square images."""
+    return ImageTransformerConfig(
+        num_kv_heads=None,
+        vocab_size=vocab_size,
+        image_height=side,
+        image_width=side,
+        image_channels=channels,
+        **sizes,
+    )
+
+
 FLAVORS = {
     # Small enough to learn handwritten digits on a laptop in minutes.
-    "digits": ImageTransformerConfig(
-        dim=96,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=None,
-        ffn_hidden_dim=256,
-        vocab_size=17,
-        image_height=8,
-        image_width=8,
-        image_channels=1,
-    ),
+    "digits": _sizes(8, 1, 17, dim=96, num_layers=4, num_heads=4, ffn_hidden_dim=256),
     # 32 x 32 colour images: 3,072 tokens.
-    "cifar": ImageTransformerConfig(
-        dim=256,
-        num_layers=16,
-        num_heads=2,
-        num_kv_heads=None,
-        ffn_hidden_dim=384,
-        vocab_size=256,
-        image_height=32,
-        image_width=32,
-        image_channels=3,
-    ),
+    "cifar": _sizes(32, 3, 256, dim=256, num_layers=16, num_heads=2, ffn_hidden_dim=384),
     # For tests: a step takes milliseconds, and every size divides by 8.
-    "debug": ImageTransformerConfig(
-        dim=32,
-        num_layers=2,
-        num_heads=8,
-        num_kv_heads=None,
-        ffn_hidden_dim=64,
-        vocab_size=17,
-        image_height=8,
-        image_width=8,
-        image_channels=1,
-    ),
+    "debug": _sizes(8, 1, 17, dim=32, num_layers=2, num_heads=8, ffn_hidden_dim=64),
 }

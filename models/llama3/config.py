@@ -10,7 +10,7 @@ blocks have experts, and how wide these are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -258,64 +258,26 @@ class Llama3Config:
         return [("parallelism.expert_parallel_degree", message)]
 
 
+def _llama3(
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int | None, **more: Any
+) -> Llama3Config:
+    return Llama3Config(dim, n_layers, n_heads, n_kv_heads, rope_theta=500000.0, **more)
+
+
+# 256 bytes and an end-of-text token, padded to a multiple of 16.
+BYTES = 272
+
 FLAVORS = {
-    "debugmodel": Llama3Config(
-        dim=256, n_layers=6, n_heads=16, vocab_size=2048, rope_theta=500000.0
-    ),
-    # 256 bytes and an end-of-text token, padded to a multiple of 16.
-    "tiny": Llama3Config(
-        dim=128,
-        n_layers=4,
-        n_heads=8,
-        n_kv_heads=4,
-        vocab_size=272,
-        multiple_of=32,
-        rope_theta=500000.0,
-    ),
-    "small": Llama3Config(
-        dim=256,
-        n_layers=6,
-        n_heads=8,
-        n_kv_heads=4,
-        vocab_size=272,
-        multiple_of=256,
-        rope_theta=500000.0,
-    ),
-    "8B": Llama3Config(
-        dim=4096,
-        n_layers=32,
-        n_heads=32,
-        n_kv_heads=8,
-        ffn_dim_multiplier=1.3,
-        multiple_of=1024,
-        rope_theta=500000.0,
-    ),
-    "70B": Llama3Config(
-        dim=8192,
-        n_layers=80,
-        n_heads=64,
-        n_kv_heads=8,
-        ffn_dim_multiplier=1.3,
-        multiple_of=4096,
-        rope_theta=500000.0,
-    ),
-    "405B": Llama3Config(
-        dim=16384,
-        n_layers=126,
-        n_heads=128,
-        n_kv_heads=8,
-        ffn_dim_multiplier=1.2,
-        multiple_of=4096,
-        rope_theta=500000.0,
-    ),
+    "debugmodel": _llama3(256, 6, 16, None, vocab_size=2048),
+    "tiny": _llama3(128, 4, 8, 4, vocab_size=BYTES, multiple_of=32),
+    "small": _llama3(256, 6, 8, 4, vocab_size=BYTES),
+    "8B": _llama3(4096, 32, 32, 8, ffn_dim_multiplier=1.3, multiple_of=1024),
+    "70B": _llama3(8192, 80, 64, 8, ffn_dim_multiplier=1.3, multiple_of=4096),
+    "405B": _llama3(16384, 126, 128, 8, ffn_dim_multiplier=1.2, multiple_of=4096),
     # As many parameters per token as a dense feed-forward of hidden width 688.
-    "moe_tiny": Llama3Config(
-        dim=256,
-        n_layers=4,
-        n_heads=8,
-        n_kv_heads=4,
-        vocab_size=272,
-        rope_theta=500000.0,
+    "moe_tiny": _llama3(
+        *(256, 4, 8, 4),
+        vocab_size=BYTES,
         moe_num_experts=8,
         moe_top_k=2,
         moe_hidden_dim=344,
@@ -324,14 +286,10 @@ FLAVORS = {
         moe_score_before_experts=False,
     ),
     # Dense and expert blocks, a shared expert, both kinds of balancing.
-    "moe_debug": Llama3Config(
-        dim=64,
-        n_layers=3,
-        n_heads=8,
-        n_kv_heads=4,
-        vocab_size=272,
+    "moe_debug": _llama3(
+        *(64, 3, 8, 4),
+        vocab_size=BYTES,
         multiple_of=32,
-        rope_theta=500000.0,
         moe_num_experts=8,
         moe_top_k=3,
         moe_hidden_dim=48,

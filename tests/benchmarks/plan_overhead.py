@@ -101,7 +101,7 @@ def bare_loop(config: JobConfig, by_hand: str = "", rank: int = 0) -> Callable[[
     from titanlite.data.sampler import read_batch
 
     resolved = resolve_job(config, 1)
-    model = load_model_spec(config).load_build()(resolved.model)
+    model = load_model_spec(config).load_part("build")(resolved.model)
     num_ranks = 4 if by_hand else 1
     size = BATCH_SIZE // num_ranks
     if by_hand.startswith("ddp"):

@@ -64,14 +64,6 @@ def assert_same(ours, theirs, tolerance=1e-13):
         assert (mine - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_holds_every_token_once(layout):
-    whole = torch.arange(24.0).view(1, 24, 1)
-    shards = shard_sequence(whole, 3, layout)
-    assert sorted(torch.cat(shards, 1).flatten().tolist()) == list(range(24))
-    assert torch.equal(unshard_sequence(shards, layout), whole)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_forward_and_backward_are_those_of_one_process(cluster_of_4, inputs, layout, causal):

@@ -71,14 +71,6 @@ def test_the_reference_learns_and_no_two_layers_start_alike(alone):
     assert weights[0].std().item() * DIM**0.5 == pytest.approx(1, rel=0.1)
 
 
-def test_shards_of_a_layer_differ_and_together_are_the_layer():
-    shards = [
-        get_init_params(DIM, DIM // W, rank, layer=3, shard=rank, num_shards=W) for rank in range(W)
-    ]
-    assert not torch.equal(shards[0], shards[1])
-    assert torch.equal(torch.cat(shards, 1), get_init_params(DIM, DIM, 0, layer=3))
-
-
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 7])
 @pytest.mark.parametrize("make", [gpipe, one_forward_one_backward])
 def test_a_schedule_does_everything_once_and_forward_first(make, num_micro_batches):

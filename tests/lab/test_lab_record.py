@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from titanlite.errors import RankError
 from titanlite.tools.lab import CommunicationError, Mesh, VirtualCluster
 
 
@@ -280,12 +279,3 @@ class TestMistakes:
             return "done"
 
         assert small.run(main) == ["done"] * 3
-
-    def test_an_error_of_a_device_is_not_hidden_by_those_that_wait_for_it(self, small):
-        def main(device):
-            if device.rank == 1:
-                raise ValueError("no such shard")
-            device.all_reduce(torch.ones(2))
-
-        with pytest.raises(RankError, match="rank 1: ValueError: no such shard"):
-            small.run(main)

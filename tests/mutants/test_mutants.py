@@ -1,10 +1,12 @@
 """`titanlite verify` finds and names wrong edits of the library; see docs/verify.md.
 
-A normal run judges a tenth of them, and each change of the code selects another tenth. `make
-test-all` judges all.
+A normal run judges a tenth of them, on ranks that are threads, and each change of the code selects
+another tenth. `make test-all` judges all, on processes.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from harness import ROOT, Mutant, judge, unseen
@@ -16,8 +18,9 @@ TENTHS = 10
 
 
 def tenth(mutants: list[Mutant]) -> list[Mutant]:
-    """Every tenth mutant; the first one depends on a digest of the sources."""
-    return mutants[int(code_digest(), 16) % TENTHS :: TENTHS]
+    """Every tenth mutant, on threads; the first one depends on a digest of the sources."""
+    chosen = mutants[int(code_digest(), 16) % TENTHS :: TENTHS]
+    return [replace(one, options=(*one.options, "--threads")) for one in chosen]
 
 
 def check(mutant: Mutant) -> None:

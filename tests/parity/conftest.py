@@ -28,7 +28,7 @@ def _own_models() -> Iterator[None]:
         if name.startswith(
             (
                 *("plain_model", "odd_model", "rotary_model", "tied_model", "wide_model"),
-                *("lora_model", "packed_documents", "biased_experts", "uncovered", "bigram"),
+                *("lora_model", "packed_documents", "biased_experts", "uncovered"),
             )
         )
     ]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pages import write_files
 
 from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.errors import ConfigError
@@ -72,12 +72,7 @@ def each(outputs, batch):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The files of the page, with wrong losses and batch statistics besides, to be imported."""
     folder = tmp_path_factory.mktemp("clip")
-    for text in re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        name = re.match(r"# (\S+)\n", text)
-        if name is not None:
-            path = folder / name[1]
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
+    write_files(PAGE, folder)
     (folder / "clip/mixed.py").write_text(MIXED)
     with (folder / "clip/__init__.py").open("a") as file:
         file.write("import clip.mixed\n")

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_plan_invariance import ALL_PAIRS, job_of
 from test_train_script import command, metrics, needs_proc, own_files, started
 from training import train_on_rank
 
+from titanlite.config.load import override
 from titanlite.ranks.world import World
+from titanlite.tools.verify.matrix import job_of, plans_of
 from titanlite.tools.verify.pool import RankPool
 
 NUM_RANKS, NUM_OTHERS = 8, 4
@@ -74,7 +75,7 @@ def look_often(_: World) -> None:
 @pytest.mark.timeout(1800)
 def test_watching_harms_no_rank_that_compiles() -> None:
     with RankPool(4, timeout_seconds=180) as pool:
-        for choice in ALL_PAIRS:
-            if choice["compile"]:
+        for choice in plans_of(4, with_compile=True):
+            if choice["compile"] == "on":
                 pool.call(look_often)
-                pool.call(train_on_rank, job_of(choice, 1))
+                pool.call(train_on_rank, override(job_of(choice), {"training.steps": 1}))

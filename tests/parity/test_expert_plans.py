@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from training import Sections, merged
+from training import CP, PP, REPLICATE, SHARD, TP, Sections, merged
 
 from titanlite.config import JobConfig
 from titanlite.tools.verify.verify import Verifier
@@ -23,13 +23,6 @@ JOB: Sections = {
     "activation_checkpoint": {"mode": "none"},
     "parallelism": {"data_parallel_shard_degree": 1},
 }
-PP, CP, TP, SHARD, REPLICATE = (
-    {"pipeline_parallel_degree": 2},
-    {"context_parallel_degree": 2},
-    {"tensor_parallel_degree": 2},
-    {"data_parallel_shard_degree": 2},
-    {"data_parallel_replicate_degree": 2},
-)
 WHOLE, HALF, ONE = ({"training": {"local_batch_size": size}} for size in (8, 4, 1))
 FULL: Sections = {"activation_checkpoint": {"mode": "full"}}
 BY_OPERATOR: Sections = {

@@ -13,7 +13,7 @@ import pytest
 import titanlite
 from titanlite import registry
 from titanlite.config import resolve_job
-from titanlite.config.load import read_values
+from titanlite.config.load import read_any
 from titanlite.observe.metrics import read_metrics
 
 SCRIPT = """
@@ -183,7 +183,7 @@ def test_only_what_the_script_registers_is_sent(monkeypatch: pytest.MonkeyPatch)
     ((kind, spec),) = registry.specs_to_send(used, "")
     assert (kind, spec.name) == ("loss", "own")
     assert registry.specs_to_send(used, __name__) == []
-    config = read_values({"training": {"loss": "own", "steps": 1}}).config
+    config = read_any({"training": {"loss": "own", "steps": 1}}).config
     sent = pickle.dumps(resolve_job(config, 1))
     del registry.LOSSES["own"]
     for _ in range(2):  # the next job of the same ranks may have another loss of that name

@@ -368,7 +368,7 @@ def own_model(model: dict[str, Any]) -> Any:
     spec = MODELS[model["name"]]
     fields = {key: value for key, value in model.items() if key != "name"}
     flavor = next(iter(spec.load_flavors().values()))
-    return spec.load_build()(replace(flavor, **fields))
+    return spec.load_part("build")(replace(flavor, **fields))
 
 
 def command(*words: object) -> int:

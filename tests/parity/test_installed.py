@@ -11,6 +11,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from pages import write_files
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/own_model.md"
@@ -68,11 +69,7 @@ def project(tmp_path: Path) -> Path:
     for name in ("models", "configs", "tests"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not titanlite')\n")
-    for text in re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        if (name := re.match(r"# (\S+)\n", text)) is not None:
-            path = tmp_path / name[1]
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
+    write_files(PAGE, tmp_path)
     (tmp_path / "vit/loss.py").write_text(
         "from torch.nn.functional import cross_entropy\n\n\n"
         "def total(outputs, batch):\n"

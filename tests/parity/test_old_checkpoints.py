@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tensor_account import PP, config
+from test_tensor_account import config
+from training import PP
 
 from titanlite.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from titanlite.checkpoint.run import Checkpoints

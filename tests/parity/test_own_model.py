@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from pages import write_files
 from torch import nn
 
 from titanlite.config import JobConfig, ResolvedJob, parse_args
@@ -34,12 +34,7 @@ PLANS = {
 @pytest.fixture
 def vit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The files of the page, in a folder from which they can be imported."""
-    for text in re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        name = re.match(r"# (\S+)\n", text)
-        if name is not None:
-            path = tmp_path / name[1]
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
+    write_files(PAGE, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     for name in [name for name in sys.modules if name.split(".")[0] == "vit"]:

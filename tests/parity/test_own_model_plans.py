@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
 import titanlite
-from titanlite.config.load import read_values
+from titanlite.config.load import read_any
 from titanlite.errors import TitanliteError
 from titanlite.parallelize import ParallelPlan
 from titanlite.tools.verify.verify import Verifier
@@ -107,7 +107,7 @@ def job(build: type = Net, plan: ParallelPlan | None = PLAN, **sections: Any) ->
 def test_an_own_model_agrees_with_one_process(
     verifier: Verifier, plan: ParallelPlan | None, parallelism: dict[str, Any]
 ) -> None:
-    found = verifier.verify(read_values(job(plan=plan, parallelism=parallelism)).config, steps=2)
+    found = verifier.verify(read_any(job(plan=plan, parallelism=parallelism)).config, steps=2)
     assert found.agrees, found
 
 

@@ -5,32 +5,12 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from titanlite.ranks.launch import Place, spawn
+from training import on_ranks
 
 # torch is imported by the functions that run on ranks, as in any program that starts some.
-
-
-def on_ranks(function: Callable, num_ranks: int = 4) -> list:
-    return spawn(_in_world, num_ranks, function, timeout_seconds=120)
-
-
-def _in_world(place: Place, function: Callable):
-    from titanlite.ranks.world import open_world
-
-    with open_world(place) as world:
-        return function(world)
-
-
-def _in_world_with(place: Place, function: Callable, *args):
-    from titanlite.ranks.world import open_world
-
-    with open_world(place) as world:
-        return function(world, *args)
 
 
 def tp_by_hand(world):
@@ -78,7 +58,7 @@ def tp_by_hand(world):
 
 
 def test_tp_of_bare_embeddings_by_the_notes_plan():
-    (by_hand, messages, placements), (registered, no_messages, _) = on_ranks(tp_by_hand)[0]
+    (by_hand, messages, placements), (registered, no_messages, _) = on_ranks(tp_by_hand, 4)[0]
     assert by_hand.parallelized == ("tok_emb", "row_emb", "col_emb")
     assert by_hand.replicated == ("chan_emb",)  # one row, four ranks
     assert by_hand.unmatched == ("xd_emb",)
@@ -167,11 +147,11 @@ def styles_with_biases(world, is_rounded=False, by_keyword=False, rings=False, i
 
 
 def test_local_styles_equal_the_plain_module():
-    assert spawn(_in_world_with, 4, styles_with_biases, False, timeout_seconds=120) == [True] * 4
+    assert on_ranks(styles_with_biases, 4, False) == [True] * 4
 
 
 def test_local_styles_multiply_as_a_layer_of_its_own_product_does():
-    assert spawn(_in_world_with, 4, styles_with_biases, True, timeout_seconds=120) == [True] * 4
+    assert on_ranks(styles_with_biases, 4, True) == [True] * 4
 
 
 def styles_by_keyword(world):
@@ -208,7 +188,7 @@ def test_a_gathered_input_may_be_a_keyword_argument():
         "GatherColwise gathers 'x', the first argument of Layer.forward, which was called without "
         "it"
     )
-    assert on_ranks(styles_by_keyword, num_ranks=2) == [message] * 2
+    assert on_ranks(styles_by_keyword, 2) == [message] * 2
 
 
 def vocabulary_by_hand(world):
@@ -248,7 +228,7 @@ def vocabulary_by_hand(world):
 
 
 def test_an_embedding_table_is_sharded_by_the_vocabulary():
-    assert on_ranks(vocabulary_by_hand) == [[(), (), (), (), ("0",)]] * 4
+    assert on_ranks(vocabulary_by_hand, 4) == [[(), (), (), (), ("0",)]] * 4
 
 
 def test_a_style_on_the_wrong_module_says_so():
@@ -266,7 +246,7 @@ def test_a_style_on_the_wrong_module_says_so():
 
     message = "tensor-parallel plan, 0: NormLocal is for RMSNorm or LayerNorm, and this is a Linear"
     with pytest.raises(TitanliteError, match=message):
-        on_ranks(wrong, num_ranks=1)
+        on_ranks(wrong, 1)
 
 
 def refused_layers(world):
@@ -334,7 +314,7 @@ def refused_layers(world):
 
 
 def test_a_style_never_leaves_out_what_a_layer_computes():
-    said = on_ranks(refused_layers, num_ranks=1)[0]
+    said = on_ranks(refused_layers, 1)[0]
     assert said["low precision"] == (
         "tensor-parallel plan, block: GatherColwise computes a plain Linear, but layer, a "
         "LowPrecisionLinear, has a forward of its own, which it would ignore; use "
@@ -373,9 +353,9 @@ def steps_without_blocks(world):
 
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     steps = {
-        "context parallelism": lambda model, plan: apply_cp(model, mesh, plan=plan),
-        "activation checkpointing": lambda model, plan: apply_ac(model, "full", plan=plan),
-        "compile": lambda model, plan: apply_compile(model, backend="eager", plan=plan),
+        "context parallelism": lambda model, plan: apply_cp(model, mesh, plan=plan).blocks,
+        "activation checkpointing": lambda model, plan: apply_ac(model, "full", plan=plan).wrapped,
+        "compile": lambda model, plan: apply_compile(model, backend="eager", plan=plan).blocks,
     }
     said, done = {}, []
     for name, apply in steps.items():
@@ -388,18 +368,18 @@ def steps_without_blocks(world):
         apply_cp(Blind(), mesh, plan=ParallelPlan())
     except TitanliteError as error:
         said["blind"] = str(error)
-    return said, [0 if isinstance(one, int) else len(one.wrapped) for one in done]
+    return said, done
 
 
 def test_a_step_that_would_do_nothing_says_so():
-    said, done = on_ranks(steps_without_blocks, num_ranks=1)[0]
+    said, done = on_ranks(steps_without_blocks, 1)[0]
     for step in ("context parallelism", "activation checkpointing", "compile"):
         assert said[step] == (
             "Model has no module 'blocks', whose children are the blocks that "
             f"{step} works on; name it in the plan's `blocks`; its lists are layers (1 of Linear)"
         )
     assert "forward of Blind takes no `positions`" in said["blind"]
-    assert done == [0, 0, 0]
+    assert done == [(), (), ()]
 
 
 def tied_by_hand(world):
@@ -483,7 +463,7 @@ def tied_by_hand(world):
 
 def test_tied_weights_stay_one_parameter():
     # Table and output layer are one unit, or left to the root unit if the plan does not name both.
-    assert on_ranks(tied_by_hand) == [[3, 3, 3, 3]] * 4
+    assert on_ranks(tied_by_hand, 4) == [[3, 3, 3, 3]] * 4
 
 
 def tied_stages_by_hand(world):
@@ -544,7 +524,7 @@ def tied_stages_by_hand(world):
 
 
 def test_tied_weights_of_two_stages_have_one_gradient():
-    (first, grad), (last, same) = on_ranks(tied_stages_by_hand, num_ranks=2)
+    (first, grad), (last, same) = on_ranks(tied_stages_by_hand, 2)
     assert (first, last) == (0, 1)
     assert grad == same
 
@@ -579,7 +559,7 @@ def refused_ties(world):
 
 
 def test_tied_weights_are_not_untied_in_silence():
-    said = on_ranks(refused_ties, num_ranks=1)[0]
+    said = on_ranks(refused_ties, 1)[0]
     who = "output.weight and table.weight of ModuleDict are one parameter, but the tensor-parallel "
     advice = (
         "; give both one placement, such as RowwiseParallel for the embedding table and "
@@ -630,7 +610,7 @@ def shards_of_every_kind(world):
 
 
 def test_shards_and_wholes():
-    assert all(on_ranks(shards_of_every_kind))
+    assert all(on_ranks(shards_of_every_kind, 4))
 
 
 def norm_and_clip(world):
@@ -673,7 +653,7 @@ def norm_and_clip(world):
 
 
 def test_gradient_norm_and_clipping():
-    assert all(on_ranks(norm_and_clip))
+    assert all(on_ranks(norm_and_clip, 4))
 
 
 def readme_snippet(world, snippet):
@@ -729,5 +709,5 @@ def test_the_snippet_of_the_readme_runs_as_it_stands_there():
     start = r"steps\s+work on any model:\n\n```python\n"
     (snippet,) = re.findall(rf"{start}(.*?)```", text, re.S)
     assert "apply_ac" in snippet
-    names = spawn(_in_world_with, 4, readme_snippet, snippet, timeout_seconds=120)[0]
+    names = on_ranks(readme_snippet, 4, snippet)[0]
     assert len(names) == 6

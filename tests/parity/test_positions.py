@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 from training import (
+    CP,
     DEBUG_JOB,
     FEW_STEPS,
+    PP,
+    TP,
     JobConfig,
     Sections,
     Training,
@@ -23,11 +26,6 @@ JOB: Sections = {
     "experimental": {"custom_import": "rotary_model"},
     "training": {"local_batch_size": 8, "steps": FEW_STEPS},
 }
-PP, CP, TP = (
-    {"pipeline_parallel_degree": 2},
-    {"context_parallel_degree": 2},
-    {"tensor_parallel_degree": 2},
-)
 SPLIT = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
 ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "PP": PP,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from pages import write_files
 from torch.distributed.tensor import DTensor
 
 from titanlite.config import JobConfig, parse_args, resolve_job
@@ -30,10 +30,7 @@ FIELDS = ("--model.name=dit_fields", "--training.dataset=dit_fields", "--trainin
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The files of the page, in a folder from which they can be imported."""
     folder = tmp_path_factory.mktemp("dit")
-    for text in re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        path = folder / text.split()[1]
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
+    write_files(PAGE, folder)
     # The same model with dropout instead of keyed noise.
     (folder / "dit/random.py").write_text(
         "from torch import nn\nfrom .model import DiT\n\n"

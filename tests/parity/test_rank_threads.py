@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import write_files
 from plans import merged
 
 import titanlite
@@ -159,11 +160,7 @@ def test_the_debugger_opens_at_an_error(tmp_path: Path) -> None:
 
 def test_the_page_shows_what_the_debugger_shows(tmp_path: Path) -> None:
     """docs/threads.md: a plan of the model of own_model.md that cuts `down` by columns."""
-    for text in re.findall(r"```(?:python|toml)\n(.*?)```", OWN_MODEL.read_text(), re.DOTALL):
-        if name := re.match(r"# (\S+)\n", text):
-            path = tmp_path / name[1]
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
+    write_files(OWN_MODEL, tmp_path)
     plan = tmp_path / "vit/plan.py"
     text = plan.read_text().replace('"v", "up")', '"v", "up", "down")')
     plan.write_text(text.replace('("o", "down")', '("o",)'))

@@ -4,10 +4,12 @@ import math
 from itertools import product
 
 import pytest
+from training import on_ranks
 
 from titanlite.modules.attention import LAYOUTS
 from titanlite.parallelize.context_parallel.rotation import ROTATE_METHODS
 from titanlite.ranks.launch import Place, spawn
+from titanlite.ranks.world import World
 
 TIMEOUT_SECONDS = 120
 
@@ -49,37 +51,35 @@ def plain(causal, num_kv_heads):
     return partial(scaled_dot_product_attention, is_causal=causal, enable_gqa=num_kv_heads < 4)
 
 
-def ring_errors(place: Place, cases: list[tuple]) -> list[list[tuple]]:
+def ring_errors(world: World, cases: list[tuple]) -> list[list[tuple]]:
     """Per case and tensor (out, dq, dk, dv): local max error, magnitude, sum of squared errors."""
     import torch.distributed as dist
 
     from titanlite.modules.attention.layout import make_layout
     from titanlite.parallelize.context_parallel.ring import ring_attention
-    from titanlite.ranks.world import open_world
 
     errors = []
-    with open_world(place) as world:
-        for layout_name, rotate_method, causal, num_kv_heads, batch, num_local, dtype in cases:
-            layout = make_layout(layout_name, world.size)
-            *qkv, grad_out = full_tensors(world.size, num_local, dtype, num_kv_heads, batch)
-            grad_out = mask_loss(grad_out)
-            exact = with_gradients(
-                plain(causal, num_kv_heads), *(part.double() for part in (*qkv, grad_out))
+    for layout_name, rotate_method, causal, num_kv_heads, batch, num_local, dtype in cases:
+        layout = make_layout(layout_name, world.size)
+        *qkv, grad_out = full_tensors(world.size, num_local, dtype, num_kv_heads, batch)
+        grad_out = mask_loss(grad_out)
+        exact = with_gradients(
+            plain(causal, num_kv_heads), *(part.double() for part in (*qkv, grad_out))
+        )
+
+        def attention(q, k, v, causal=causal, layout=layout, rotate_method=rotate_method):
+            return ring_attention(
+                q, k, v, dist.group.WORLD, causal, layout=layout, rotate_method=rotate_method
             )
 
-            def attention(q, k, v, causal=causal, layout=layout, rotate_method=rotate_method):
-                return ring_attention(
-                    q, k, v, dist.group.WORLD, causal, layout=layout, rotate_method=rotate_method
-                )
-
-            found = with_gradients(
-                attention, *(layout.shard(part, 2, world.rank) for part in (*qkv, grad_out))
-            )
-            errors.append([])
-            for part, whole in zip(found, exact, strict=True):
-                error = part - layout.shard(whole, 2, world.rank)
-                sizes = error.abs().max(), whole.abs().max(), error.square().sum()
-                errors[-1].append([size.item() for size in sizes])
+        found = with_gradients(
+            attention, *(layout.shard(part, 2, world.rank) for part in (*qkv, grad_out))
+        )
+        errors.append([])
+        for part, whole in zip(found, exact, strict=True):
+            error = part - layout.shard(whole, 2, world.rank)
+            sizes = error.abs().max(), whole.abs().max(), error.square().sum()
+            errors[-1].append([size.item() for size in sizes])
     return errors
 
 
@@ -99,7 +99,9 @@ def test_against_full_attention(num_ranks):
         )
     ]
     limits = {torch.float64: 1e-13, torch.float32: 2e-6}
-    for errors in spawn(ring_errors, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS):
+    # On processes for a ring of two and of four.
+    ranks = on_ranks(ring_errors, num_ranks, cases, threads=num_ranks not in (2, 4))
+    for errors in ranks:
         for case, of_tensors in zip(cases, errors, strict=True):
             for what, (error, magnitude, _) in zip(
                 ("out", "dq", "dk", "dv"), of_tensors, strict=True
@@ -115,7 +117,7 @@ def test_triangles_cut_for_the_kernel():
         (layout, "alltoall", True, 2, 1, 600, dtype)
         for layout, dtype in product(LAYOUTS, (torch.float64, torch.float32))
     ]
-    for errors in spawn(ring_errors, 2, cases, timeout_seconds=TIMEOUT_SECONDS):
+    for errors in on_ranks(ring_errors, 2, cases, threads=True):
         for case, of_tensors in zip(cases, errors, strict=True):
             limit = 1e-13 if case[-1] == torch.float64 else 2e-6
             assert all(error <= limit * magnitude for error, magnitude, _ in of_tensors), case
@@ -126,7 +128,7 @@ def test_bfloat16_is_as_exact_as_plain_bfloat16(rotate_method):
     import torch
 
     cases = [(layout, rotate_method, True, 2, 1, 96, torch.bfloat16) for layout in LAYOUTS]
-    per_rank = spawn(ring_errors, 4, cases, timeout_seconds=TIMEOUT_SECONDS)
+    per_rank = on_ranks(ring_errors, 4, cases, threads=True)
     *qkv, grad_out = full_tensors(4, 96, torch.bfloat16, 2, 1)
     tensors = (*qkv, mask_loss(grad_out))
     exact = with_gradients(plain(True, 2), *(part.double() for part in tensors))
@@ -146,7 +148,7 @@ def documents_of(lengths: list[list[int]]):
     return torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
 
 
-def document_errors(place: Place, cases: list[tuple]) -> list[tuple[list[float], list[str]]]:
+def document_errors(world: World, cases: list[tuple]) -> list[tuple[list[float], list[str]]]:
     """Per case the largest relative errors of (out, dq, dk, dv), and how each part was computed."""
     from unittest.mock import patch
 
@@ -156,43 +158,41 @@ def document_errors(place: Place, cases: list[tuple]) -> list[tuple[list[float],
     from titanlite.modules.attention import make_layout
     from titanlite.parallelize.context_parallel import ring
     from titanlite.parallelize.context_parallel.ring import ring_attention
-    from titanlite.ranks.world import open_world
 
     found = []
     of = ring._parts
-    with open_world(place) as world:
-        for layout_name, rotate_method, causal, num_kv_heads, lengths, dtype in cases:
-            layout, whole = make_layout(layout_name, world.size), documents_of(lengths)
-            num_local = whole.size(1) // world.size
-            tensors = full_tensors(world.size, num_local, dtype, num_kv_heads)
-            mask = (whole[:, :, None] == whole[:, None, :]).unsqueeze(1)
-            mask = mask.tril() if causal else mask
+    for layout_name, rotate_method, causal, num_kv_heads, lengths, dtype in cases:
+        layout, whole = make_layout(layout_name, world.size), documents_of(lengths)
+        num_local = whole.size(1) // world.size
+        tensors = full_tensors(world.size, num_local, dtype, num_kv_heads)
+        mask = (whole[:, :, None] == whole[:, None, :]).unsqueeze(1)
+        mask = mask.tril() if causal else mask
 
-            def dense(q, k, v, mask=mask):
-                return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        def dense(q, k, v, mask=mask):
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
-            parts: list[str] = []
+        parts: list[str] = []
 
-            def record(*arguments, parts=parts):
-                for tile, kernel, mask in of(*arguments):
-                    parts.append("whole" if mask is None else "masked")
-                    yield tile, kernel, mask
+        def record(*arguments, parts=parts):
+            for tile, kernel, mask in of(*arguments):
+                parts.append("whole" if mask is None else "masked")
+                yield tile, kernel, mask
 
-            documents = layout.shard(whole, 1, world.rank)
-            local = [layout.shard(part, 2, world.rank) for part in tensors]
-            with patch.object(ring, "_parts", record):
-                own = with_gradients(
-                    lambda q, k, v, c=causal, y=layout, r=rotate_method, d=documents: (
-                        ring_attention(q, k, v, dist.group.WORLD, c, y, r, documents=d)
-                    ),
-                    *local,
-                )
-            exact = with_gradients(dense, *(part.double() for part in tensors))
-            errors = [
-                ((a - layout.shard(b, 2, world.rank)).abs().max() / b.abs().max()).item()
-                for a, b in zip(own, exact, strict=True)
-            ]
-            found.append((errors, parts[: len(parts) // 2]))
+        documents = layout.shard(whole, 1, world.rank)
+        local = [layout.shard(part, 2, world.rank) for part in tensors]
+        with patch.object(ring, "_parts", record):
+            own = with_gradients(
+                lambda q, k, v, c=causal, y=layout, r=rotate_method, d=documents: ring_attention(
+                    q, k, v, dist.group.WORLD, c, y, r, documents=d
+                ),
+                *local,
+            )
+        exact = with_gradients(dense, *(part.double() for part in tensors))
+        errors = [
+            ((a - layout.shard(b, 2, world.rank)).abs().max() / b.abs().max()).item()
+            for a, b in zip(own, exact, strict=True)
+        ]
+        found.append((errors, parts[: len(parts) // 2]))
     return found
 
 
@@ -215,7 +215,7 @@ def test_documents_do_not_see_each_other(num_ranks):
         for dtype in (torch.float64, torch.float32)[: 2 if of == lengths["short"] else 1]
     ]
     limits = {torch.float64: 1e-13, torch.float32: 3e-6}
-    for of_rank in spawn(document_errors, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS):
+    for of_rank in on_ranks(document_errors, num_ranks, cases):
         for case, (errors, parts) in zip(cases, of_rank, strict=True):
             assert max(errors) <= limits[case[-1]], case
             if case[4] == lengths["one"]:
@@ -227,7 +227,7 @@ def test_only_parts_with_a_document_in_common_are_computed():
 
     def parts(layout, lengths, num_ranks=4):
         cases = [(layout, "alltoall", True, 4, lengths, torch.float64)]
-        found = spawn(document_errors, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS)
+        found = on_ranks(document_errors, num_ranks, cases)
         assert max(max(of_rank[0][0]) for of_rank in found) <= 1e-13
         return [of_rank[0][1] for of_rank in found]
 
@@ -249,95 +249,87 @@ def test_documents_in_triangles_cut_for_the_kernel():
         (layout, "alltoall", True, 2, [[700, 90, 410], [1199, 1]], torch.float64)
         for layout in LAYOUTS
     ]
-    for of_rank in spawn(document_errors, 2, cases, timeout_seconds=TIMEOUT_SECONDS):
+    for of_rank in on_ranks(document_errors, 2, cases):
         for case, (errors, _) in zip(cases, of_rank, strict=True):
             assert max(errors) <= 1e-13, case
 
 
-def mesh_axis_errors(place: Place) -> list[float]:
+def mesh_axis_errors(world: World) -> list[float]:
     """Largest relative errors on one axis of a 2D mesh; each row has its own sequence."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
     from titanlite.parallelize.context_parallel.ring import RingAttention
-    from titanlite.ranks.world import open_world
 
-    with open_world(place):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        row, rank = mesh.get_coordinate()
-        whole = full_tensors(2, 6, torch.float64, num_kv_heads=2, seed=row)
-        attention = RingAttention(mesh["cp"])
-        local = [attention.layout.shard(part, 2, rank) for part in whole]
-        exact, found = with_gradients(plain(True, 2), *whole), with_gradients(attention, *local)
-        return [
-            ((a - attention.layout.shard(b, 2, rank)).abs().max() / b.abs().max()).item()
-            for a, b in zip(found, exact, strict=True)
-        ]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    row, rank = mesh.get_coordinate()
+    whole = full_tensors(2, 6, torch.float64, num_kv_heads=2, seed=row)
+    attention = RingAttention(mesh["cp"])
+    local = [attention.layout.shard(part, 2, rank) for part in whole]
+    exact, found = with_gradients(plain(True, 2), *whole), with_gradients(attention, *local)
+    return [
+        ((a - attention.layout.shard(b, 2, rank)).abs().max() / b.abs().max()).item()
+        for a, b in zip(found, exact, strict=True)
+    ]
 
 
 def test_on_one_axis_of_a_mesh():
-    for errors in spawn(mesh_axis_errors, 4, timeout_seconds=TIMEOUT_SECONDS):
+    for errors in on_ranks(mesh_axis_errors, 4):
         assert max(errors) <= 1e-13
 
 
-def unusual_errors(place: Place) -> list[float]:
+def unusual_errors(world: World) -> list[float]:
     """Largest relative error with non-contiguous tensors and with very large scores."""
     import torch
     import torch.distributed as dist
 
     from titanlite.modules.attention import make_layout
     from titanlite.parallelize.context_parallel.ring import ring_attention
-    from titanlite.ranks.world import open_world
 
     errors = []
-    with open_world(place) as world:
-        layout = make_layout("headtail", world.size)
-        for factor in (1.0, 1e4):
-            q, k, v, _ = full_tensors(world.size, 6, torch.float64)
-            q, grad_out = q * factor, torch.ones(1, 1, 1, 1, dtype=torch.float64).expand(q.shape)
-            exact = with_gradients(plain(True, 4), q, k, v, grad_out)
-            q, k, v = (layout.shard(part, 2, world.rank) for part in (q, k, v))
-            local = q.mT.contiguous().mT.requires_grad_()
-            assert local.stride(3) != 1
-            out = ring_attention(local, k, v, dist.group.WORLD)
-            [dq] = torch.autograd.grad(out, local, grad_out[:, :, : q.size(2)])
-            for found, whole in ((out, exact[0]), (dq, exact[1])):
-                error = (found - layout.shard(whole, 2, world.rank)).abs().max()
-                errors.append((error / whole.abs().max()).item())
+    layout = make_layout("headtail", world.size)
+    for factor in (1.0, 1e4):
+        q, k, v, _ = full_tensors(world.size, 6, torch.float64)
+        q, grad_out = q * factor, torch.ones(1, 1, 1, 1, dtype=torch.float64).expand(q.shape)
+        exact = with_gradients(plain(True, 4), q, k, v, grad_out)
+        q, k, v = (layout.shard(part, 2, world.rank) for part in (q, k, v))
+        local = q.mT.contiguous().mT.requires_grad_()
+        assert local.stride(3) != 1
+        out = ring_attention(local, k, v, dist.group.WORLD)
+        [dq] = torch.autograd.grad(out, local, grad_out[:, :, : q.size(2)])
+        for found, whole in ((out, exact[0]), (dq, exact[1])):
+            error = (found - layout.shard(whole, 2, world.rank)).abs().max()
+            errors.append((error / whole.abs().max()).item())
     return errors
 
 
 def test_unusual_strides_and_enormous_scores():
-    for plain_out, plain_dq, enormous_out, enormous_dq in spawn(
-        unusual_errors, 2, timeout_seconds=TIMEOUT_SECONDS
-    ):
+    for plain_out, plain_dq, enormous_out, enormous_dq in on_ranks(unusual_errors, 2):
         assert max(plain_out, plain_dq) <= 1e-13
         # A score of 1e4 is only exact to 1e-12, and a saturated softmax has no gradient.
         assert enormous_out <= 1e-10
         assert math.isfinite(enormous_dq)
 
 
-def counted_flops(place: Place) -> int:
+def counted_flops(world: World) -> int:
     """FLOPs of this rank's part of attention, as PyTorch counts them."""
     import torch
     import torch.distributed as dist
     from torch.utils.flop_counter import FlopCounterMode
 
     from titanlite.parallelize.context_parallel.ring import ring_attention
-    from titanlite.ranks.world import open_world
 
-    with open_world(place):
-        q, k, v, grad_out = full_tensors(1, 6, torch.float32, num_kv_heads=2)
-        with FlopCounterMode(display=False) as counter:
-            out = ring_attention(*(part.requires_grad_() for part in (q, k, v)), dist.group.WORLD)
-            out.backward(grad_out)
-        return counter.get_total_flops()
+    q, k, v, grad_out = full_tensors(1, 6, torch.float32, num_kv_heads=2)
+    with FlopCounterMode(display=False) as counter:
+        out = ring_attention(*(part.requires_grad_() for part in (q, k, v)), dist.group.WORLD)
+        out.backward(grad_out)
+    return counter.get_total_flops()
 
 
 def test_flop_counter_sees_the_operator():
     # 2 + 5 matrix products for batch 2, 4 heads of 8, 6 queries, and the 12 keys of both ranks.
     product_flops = 2 * (2 * 4 * 8) * 6 * 12
-    assert spawn(counted_flops, 2, timeout_seconds=TIMEOUT_SECONDS) == [7 * product_flops] * 2
+    assert on_ranks(counted_flops, 2) == [7 * product_flops] * 2
 
 
 def counted_bytes(place: Place, cases: list[tuple]) -> list[tuple[int, int]]:
@@ -398,40 +390,38 @@ def test_bytes_counted_where_they_are_sent(num_ranks):
             assert total_forward == 3 * blocks * block_elements * dtype.itemsize / 4
 
 
-def saved_bytes(place: Place, num_tokens: int, cases: list[tuple[str, str]]) -> list[int]:
+def saved_bytes(world: World, num_tokens: int, cases: list[tuple[str, str]]) -> list[int]:
     """Bytes of activations that autograd keeps on this rank between forward and backward."""
     import torch
     import torch.distributed as dist
 
     from titanlite.modules.attention import make_layout
     from titanlite.parallelize.context_parallel.ring import ring_attention
-    from titanlite.ranks.world import open_world
 
     def note(tensor):
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     counted = []
-    with open_world(place) as world:
-        for name, rotate_method in cases:
-            saved: dict[int, int] = {}
-            layout = make_layout(name, world.size)
-            tokens = layout.shard(torch.randn(1, num_tokens, 32), 1, world.rank)
-            weight = torch.randn(3, 32, 32, requires_grad=True)
-            q, k, v = (torch.matmul(tokens, w).unflatten(2, (4, 8)) for w in weight)
-            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                ring_attention(q, k, v, dist.group.WORLD, True, layout, rotate_method).sum()
-            counted.append(sum(saved.values()))
+    for name, rotate_method in cases:
+        saved: dict[int, int] = {}
+        layout = make_layout(name, world.size)
+        tokens = layout.shard(torch.randn(1, num_tokens, 32), 1, world.rank)
+        weight = torch.randn(3, 32, 32, requires_grad=True)
+        q, k, v = (torch.matmul(tokens, w).unflatten(2, (4, 8)) for w in weight)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            ring_attention(q, k, v, dist.group.WORLD, True, layout, rotate_method).sum()
+        counted.append(sum(saved.values()))
     return counted
 
 
 def test_saved_activations_fall_as_the_number_of_ranks():
     cases = list(product(LAYOUTS, ROTATE_METHODS))
-    [whole] = spawn(saved_bytes, 1, 128, cases, timeout_seconds=TIMEOUT_SECONDS)
+    [whole] = on_ranks(saved_bytes, 1, 128, cases)
     # Per token, q, k, v and out have 32 floats each, and lse has one for each of 4 heads.
     assert whole == [128 * (4 * 32 + 4) * 4] * len(cases)
-    parts = spawn(saved_bytes, 4, 128, cases, timeout_seconds=TIMEOUT_SECONDS)
+    parts = on_ranks(saved_bytes, 4, 128, cases)
     assert parts == [[whole_bytes // 4 for whole_bytes in whole]] * 4
 
 
@@ -547,36 +537,33 @@ def test_the_own_block_is_computed_while_the_others_arrive(monkeypatch):
     assert done == ["gather", 1, "wait", 0, 2]
 
 
-def check_operator(place: Place, rotate_method: str) -> None:
+def check_operator(world: World, rotate_method: str) -> None:
     """PyTorch's own test of a custom operator: schema, fake tensors, autograd, compilation."""
     import torch
     import torch.distributed as dist
 
-    from titanlite.ranks.world import open_world
-
-    with open_world(place):
-        q = torch.randn(2, 6, 4, 8, requires_grad=True).transpose(1, 2)
-        kv = torch.randn(2, 2, 6, 8, requires_grad=True)
-        settings = (dist.group.WORLD.group_name, "headtail", rotate_method, True, 0.3)
-        for dtype in (torch.float32, torch.bfloat16):
-            arguments = (q.to(dtype), kv.to(dtype), kv.to(dtype) + 1, *settings)
-            inputs = [part.detach() for part in arguments[:3]]
-            for documents in (None, torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])):
-                torch.library.opcheck(
-                    torch.ops.titanlite.ring_attention.default, (*arguments, documents)
-                )
-                found = torch.ops.titanlite.ring_attention(*arguments, documents)
-                out, lse, whole = (part.detach() for part in found)
-                saved = *settings, None if documents is None else whole
-                torch.library.opcheck(
-                    torch.ops.titanlite.ring_attention_backward.default,
-                    (out, *inputs, out, lse, *saved),
-                )
+    q = torch.randn(2, 6, 4, 8, requires_grad=True).transpose(1, 2)
+    kv = torch.randn(2, 2, 6, 8, requires_grad=True)
+    settings = (dist.group.WORLD.group_name, "headtail", rotate_method, True, 0.3)
+    for dtype in (torch.float32, torch.bfloat16):
+        arguments = (q.to(dtype), kv.to(dtype), kv.to(dtype) + 1, *settings)
+        inputs = [part.detach() for part in arguments[:3]]
+        for documents in (None, torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])):
+            torch.library.opcheck(
+                torch.ops.titanlite.ring_attention.default, (*arguments, documents)
+            )
+            found = torch.ops.titanlite.ring_attention(*arguments, documents)
+            out, lse, whole = (part.detach() for part in found)
+            saved = *settings, None if documents is None else whole
+            torch.library.opcheck(
+                torch.ops.titanlite.ring_attention_backward.default,
+                (out, *inputs, out, lse, *saved),
+            )
 
 
 @pytest.mark.parametrize("rotate_method", ROTATE_METHODS)
 def test_operator_keeps_the_rules_of_custom_operators(rotate_method):
-    spawn(check_operator, 2, rotate_method, timeout_seconds=TIMEOUT_SECONDS)
+    on_ranks(check_operator, 2, rotate_method)
 
 
 MISTAKES = {
@@ -591,7 +578,7 @@ MISTAKES = {
 }
 
 
-def call_badly(place: Place) -> dict[str, str]:
+def call_badly(world: World) -> dict[str, str]:
     """The error message for each mistake."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -599,32 +586,30 @@ def call_badly(place: Place) -> dict[str, str]:
     from titanlite.errors import ConfigError
     from titanlite.modules.attention import make_layout
     from titanlite.parallelize.context_parallel.ring import ring_attention
-    from titanlite.ranks.world import open_world
 
-    with open_world(place) as world:
-        plane = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("dp", "cp"))
-        mesh = plane["cp"]
-        q, k = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
-        calls = {
-            "layout": lambda: ring_attention(q, k, k, mesh, layout="zigzag"),
-            "rotate method": lambda: ring_attention(q, k, k, mesh, rotate_method="ring"),
-            "ranks": lambda: ring_attention(q, k, k, mesh, layout=make_layout("none", 4)),
-            "half": lambda: ring_attention(q[:, :, :5], k[:, :, :5], k[:, :, :5], mesh),
-            "heads": lambda: ring_attention(q, k[:, :1].expand(1, 3, 6, 8), k, mesh),
-            "lengths": lambda: ring_attention(q, k[:, :, :4], k[:, :, :4], mesh),
-            "axes": lambda: ring_attention(q, k, k, plane),
-            "documents": lambda: ring_attention(q, k, k, mesh, documents=torch.zeros(6)),
-        }
-        answers = {}
-        for mistake, call in calls.items():
-            with pytest.raises((ConfigError, ValueError)) as raised:
-                call()
-            answers[mistake] = str(raised.value)
-        return answers
+    plane = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("dp", "cp"))
+    mesh = plane["cp"]
+    q, k = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
+    calls = {
+        "layout": lambda: ring_attention(q, k, k, mesh, layout="zigzag"),
+        "rotate method": lambda: ring_attention(q, k, k, mesh, rotate_method="ring"),
+        "ranks": lambda: ring_attention(q, k, k, mesh, layout=make_layout("none", 4)),
+        "half": lambda: ring_attention(q[:, :, :5], k[:, :, :5], k[:, :, :5], mesh),
+        "heads": lambda: ring_attention(q, k[:, :1].expand(1, 3, 6, 8), k, mesh),
+        "lengths": lambda: ring_attention(q, k[:, :, :4], k[:, :, :4], mesh),
+        "axes": lambda: ring_attention(q, k, k, plane),
+        "documents": lambda: ring_attention(q, k, k, mesh, documents=torch.zeros(6)),
+    }
+    answers = {}
+    for mistake, call in calls.items():
+        with pytest.raises((ConfigError, ValueError)) as raised:
+            call()
+        answers[mistake] = str(raised.value)
+    return answers
 
 
 def test_mistakes_get_one_clear_line():
-    for answers in spawn(call_badly, 2, timeout_seconds=TIMEOUT_SECONDS):
+    for answers in on_ranks(call_badly, 2):
         assert answers.keys() == MISTAKES.keys()
         for mistake, message in MISTAKES.items():
             assert message in answers[mistake]

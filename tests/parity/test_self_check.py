@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_tensor_account import CP, PP, REPLICATE, SHARD, TP, config
+from test_tensor_account import config
 from torch import Tensor
+from training import CP, PP, REPLICATE, SHARD, TP
 
 from titanlite.checkpoint.run import Checkpoints
 from titanlite.config import JobConfig, resolve_job

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import DEBUG_JOB, FEW_STEPS, merged
+from training import CP, DEBUG_JOB, FEW_STEPS, PP, REPLICATE, SHARD, TP, merged
 
 from titanlite.cli import main
 from titanlite.config import (
@@ -32,14 +32,7 @@ from titanlite.tools.verify.verify import Verifier
 from titanlite.training.initial_weights import initialize
 from titanlite.training.step import Trainer
 
-PP, CP, TP, SHARD, REPLICATE, EP = (
-    {"pipeline_parallel_degree": 2},
-    {"context_parallel_degree": 2},
-    {"tensor_parallel_degree": 2},
-    {"data_parallel_shard_degree": 2},
-    {"data_parallel_replicate_degree": 2},
-    {"expert_parallel_degree": 2},
-)
+EP = {"expert_parallel_degree": 2}
 IN_A_V = PP | {"pipeline_parallel_schedule": "ZBVZeroBubble"}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

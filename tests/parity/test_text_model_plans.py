@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import Sections, merged
+from training import CP, PP, SHARD, TP, Sections, merged
 
 from titanlite.config import JobConfig
 from titanlite.ranks.launch import Place, spawn
@@ -32,13 +32,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3 tied": {"name": "llama3", "flavor": "tiny", "dim": 64, "tie_embeddings": True},
     "gpt2": {"name": "gpt2", "flavor": "tiny", "dim": 64, "dropout": 0.1},
 }
-PP, CP, TP, SHARD, REPLICATE = (
-    {"pipeline_parallel_degree": 2},
-    {"context_parallel_degree": 2},
-    {"tensor_parallel_degree": 2},
-    {"data_parallel_shard_degree": 2},
-    {"data_parallel_replicate_degree": 2},
-)
 STRIPED = {
     "context_parallel_load_balancer": "striped",
     "context_parallel_rotate_method": "allgather",
@@ -69,14 +62,10 @@ PLANS: dict[str, JobConfig] = {
     "gpt2, TP, FSDP": job("gpt2", TP | SHARD | ASYNC, OFFLOAD),
 }
 SLOW_PLANS: dict[str, JobConfig] = {
-    "HSDP": job("llama3", REPLICATE | SHARD, {"training": {"local_batch_size": 1}}),
-    "tied, DDP": job("llama3 tied", REPLICATE, {"training": {"local_batch_size": 2}}),
     "TP 4, float8": job("llama3", {"tensor_parallel_degree": 4}, WHOLE_BATCH, FLOAT8),
     "TP, CP, compile": job("llama3", TP | CP, WHOLE_BATCH, COMPILE, BY_OPERATOR),
     "tied, TP, compile": job("llama3 tied", TP, WHOLE_BATCH, COMPILE),
     "gpt2, CP, compile": job("gpt2", CP | STRIPED, WHOLE_BATCH, COMPILE),
-    "gpt2, DualPipeV": job("gpt2", PP | SHARD | schedule("DualPipeV")),
-    "gpt2, logits gathered": job("gpt2", TP | {"disable_loss_parallel": True}, WHOLE_BATCH),
     "eight ranks": job("llama3 tied", PP | TP | CP | schedule("Interleaved1F1B"), WHOLE_BATCH),
     "gpt2 on eight ranks": job("gpt2", PP | TP | CP | schedule("ZBVZeroBubble"), WHOLE_BATCH),
 }

@@ -10,6 +10,10 @@ from plans import checksum
 from training import (
     DEBUG_JOB,
     FEW_STEPS,
+    PP,
+    REPLICATE,
+    SHARD,
+    TP,
     JobConfig,
     Sections,
     Training,
@@ -30,13 +34,6 @@ JOB: Sections = {
     "experimental": {"custom_import": "tied_model"},
     "training": {"local_batch_size": 4},
 }
-PP, CP, TP, SHARD, REPLICATE = (
-    {"pipeline_parallel_degree": 2},
-    {"context_parallel_degree": 2},
-    {"tensor_parallel_degree": 2},
-    {"data_parallel_shard_degree": 2},
-    {"data_parallel_replicate_degree": 2},
-)
 
 
 def pp(schedule: str, **more: Any) -> dict[str, Any]:
@@ -62,57 +59,10 @@ ON_TWO_RANKS: dict[str, Any] = {
     "PP": with_whole_batch(PP),
     "PP in a V, accumulation": pp("ZBVZeroBubble", pipeline_parallel_microbatch_size=1),
 }
-MORE_ON_TWO_RANKS: dict[str, Any] = {
-    "DDP": REPLICATE,
-    "CP": CP,
-    **{
-        f"PP, {schedule}": with_whole_batch(pp(schedule))
-        for schedule in (
-            *("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"),
-            *("ZBVZeroBubble", "DualPipeV", "ZB-H1", "ZB-H2"),
-        )
-    },
-    "PP, accumulation": PP,
-    "TP, logits gathered": TP | {"disable_loss_parallel": True},
-    "FSDP, always": SHARD | {"fsdp_reshard_after_forward": "always"},
-    "FSDP, never": SHARD | {"fsdp_reshard_after_forward": "never"},
-    "FSDP, accumulation": {"parallelism": SHARD, "training": {"local_batch_size": 2}},
-    "DDP, accumulation": {"parallelism": REPLICATE, "training": {"local_batch_size": 2}},
-    "offload": {"parallelism": SHARD, "training": {"enable_cpu_offload": True}},
-    "full AC": {"parallelism": SHARD, "activation_checkpoint": {"mode": "full"}},
-    "compile": {"parallelism": SHARD, "compile": {"enable": True, "backend": "aot_eager"}},
-    "compile and PP": {
-        **with_whole_batch(pp("Interleaved1F1B")),
-        "compile": {"enable": True, "backend": "aot_eager"},
-    },
-    "AC and PP": {**with_whole_batch(PP), "activation_checkpoint": {"mode": "full"}},
-}
 ON_FOUR_RANKS: dict[str, Any] = {
     "PP and TP": with_whole_batch(PP | TP),
     "PP and FSDP": PP | SHARD,
     "TP and FSDP": TP | SHARD,
-}
-MORE_ON_FOUR_RANKS: dict[str, Any] = {
-    "HSDP": {"parallelism": REPLICATE | SHARD, "training": {"local_batch_size": 2}},
-    "HSDP, accumulation": {"parallelism": REPLICATE | SHARD, "training": {"local_batch_size": 1}},
-    "PP, four stages": with_whole_batch(PP | {"pipeline_parallel_degree": 4}),
-    "PP in a V, TP": with_whole_batch(pp("DualPipeV") | TP),
-    "PP in a V, FSDP, accumulation": {
-        "parallelism": pp("ZBVZeroBubble", pipeline_parallel_microbatch_size=1) | SHARD,
-        "training": {"local_batch_size": 2},
-    },
-    "PP and FSDP, accumulation": {"parallelism": PP | SHARD, "training": {"local_batch_size": 2}},
-    "PP and DDP, accumulation": {
-        "parallelism": PP | REPLICATE,
-        "training": {"local_batch_size": 2},
-    },
-    "PP, FSDP, offload": {
-        "parallelism": PP | SHARD,
-        "training": {"enable_cpu_offload": True},
-    },
-    "PP and CP": with_whole_batch(PP | CP),
-    "CP and TP": CP | TP,
-    "TP and DDP": TP | REPLICATE,
 }
 WITH_SEQUENCE_PARALLEL: dict[str, Any] = {
     "TP and FSDP": TP | SHARD,
@@ -129,9 +79,7 @@ ON_EIGHT_RANKS: dict[str, Any] = {
 
 
 GROUPS: dict[str, tuple[str, dict[str, Any]]] = {
-    "more on two ranks": ("tied", MORE_ON_TWO_RANKS),
     "on four ranks": ("tied", ON_FOUR_RANKS),
-    "more on four ranks": ("tied", MORE_ON_FOUR_RANKS),
     "sequence parallel": ("tied_sp", WITH_SEQUENCE_PARALLEL),
     "on eight ranks": ("tied", ON_EIGHT_RANKS),
 }

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -18,12 +19,20 @@ from pathlib import Path
 import pytest
 
 import titanlite
+import train
 from titanlite.config import parse_args, resolve_job
 from titanlite.ranks.launch import spawn
 from titanlite.run import train_on_rank
 
 ROOT = Path(__file__).resolve().parents[2]
+TITANLITE = (sys.executable, "-m", "titanlite", "train")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+BY_TORCHRUN = (
+    *TORCHRUN,
+    "--nproc-per-node=2",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=localhost:0",
+)
 # How long a process may take, on a machine that is busy with other things too.
 PATIENCE_SECONDS = 240
 FOREVER = 100_000
@@ -46,7 +55,14 @@ def command(folder: Path, *launcher: str, **changes: object) -> list[str]:
     words = [
         f"--{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in options.items()
     ]
-    return [*(launcher or (sys.executable,)), str(ROOT / "train.py"), *words]
+    program = launcher or (sys.executable,)
+    script = () if program[-1] == "train" else (str(ROOT / "train.py"),)
+    return [*program, *script, *words]
+
+
+def status_of(folder: Path, **changes: object) -> int:
+    """The exit status of that command in this process."""
+    return train.main(command(folder, **changes)[2:], train.tools())
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -193,15 +209,14 @@ def test_every_way_to_start_gives_the_same_losses(tmp_path):
         "one": command(tmp_path / "one", *TORCHRUN, **two_by_two),
         "tp4": command(
             tmp_path / "tp4",
+            *TITANLITE,
             parallelism__tensor_parallel_degree=4,
             parallelism__data_parallel_shard_degree=1,
         ),
         "torchrun": command(
             tmp_path / "torchrun",
-            *TORCHRUN,
-            "--nproc-per-node=2",
-            "--rdzv-backend=c10d",
-            "--rdzv-endpoint=localhost:0",
+            *BY_TORCHRUN,
+            *TITANLITE[1:],
             parallelism__tensor_parallel_degree=2,
             profiling__enable_profiling=True,
             profiling__profile_freq=2,
@@ -235,13 +250,7 @@ def test_every_way_to_start_gives_the_same_losses(tmp_path):
 
 
 def test_a_world_that_does_not_fit_the_plan_is_refused_once(tmp_path):
-    launcher = (*TORCHRUN, "--nproc-per-node=2", "--rdzv-backend=c10d")
-    words = command(
-        tmp_path,
-        *launcher,
-        "--rdzv-endpoint=localhost:0",
-        parallelism__tensor_parallel_degree=4,
-    )
+    words = command(tmp_path, *BY_TORCHRUN, parallelism__tensor_parallel_degree=4)
     done = run(words)
     assert done.returncode != 0
     line = (
@@ -259,13 +268,10 @@ def test_a_world_that_does_not_fit_the_plan_is_refused_once(tmp_path):
 
 
 @pytest.mark.parametrize("words", [(), ("--training.steps=3", "--model.flavor=debug")])
-def test_without_a_file_nothing_is_trained(tmp_path, words):
-    done = run([sys.executable, str(ROOT / "train.py"), *words], PYTHONPATH=str(ROOT))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "job.config_file: no file is given; "
-        "run python train.py --job.config_file=configs/tp2_fsdp2.toml\n"
-    )
+def test_without_a_file_nothing_is_trained(words, capsys):
+    assert train.main(words, train.tools()) == 2
+    said = "no file is given; run python train.py --job.config_file=configs/tp2_fsdp2.toml"
+    assert capsys.readouterr() == ("", f"job.config_file: {said}\n")
 
 
 def test_a_mistake_is_one_line_before_torch_is_imported(tmp_path):
@@ -303,7 +309,7 @@ def test_a_mistake_is_one_line_before_torch_is_imported(tmp_path):
         ),
     ],
 )
-def test_what_this_machine_cannot_do_is_one_line(tmp_path, changes, message):
+def test_what_this_machine_cannot_do_is_one_line(tmp_path, changes, message, capsys):
     file, torn = tmp_path / "file", tmp_path / "torn"
     file.write_text("in the way")
     torn.mkdir()
@@ -316,9 +322,9 @@ def test_what_this_machine_cannot_do_is_one_line(tmp_path, changes, message):
             value = value.replace(name, path) if isinstance(value, str) else value
         return value
 
-    done = run(command(tmp_path / "out", **{key: fill(value) for key, value in changes.items()}))
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    given = {key: fill(value) for key, value in changes.items()}
+    assert status_of(tmp_path / "out", **given) == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(str(fill(message)))
 
 
@@ -377,106 +383,47 @@ def test_a_killed_rank_ends_the_run_with_its_number(tmp_path):
         assert own_files(temporary) == []
 
 
-MODEL = {
-    "__init__.py": """
-from titanlite.models.spec import ModelSpec
-from titanlite.registry import MODELS
-
-MODELS.add(
-    ModelSpec("bigram", "bigram.config:BigramConfig", "bigram.model:Bigram", "bigram.plan:PLANS")
-)
-""",
-    "config.py": """
-from dataclasses import dataclass
-
-@dataclass(frozen=True)
-class BigramConfig:
-    dim: int = 16
-    vocab_size: int = 17
-    image_height: int = 8
-    image_width: int = 8
-    image_channels: int = 1
-    seq_len: int = 64
-    num_parameters: int = 2 * 16 * 17
-
-    def flops_per_token(self, seq_len):
-        return 6 * self.dim * self.vocab_size
-
-    def problems(self, dims, seq_len):
-        return []
-
-FLAVORS = {"small": BigramConfig()}
-""",
-    "model.py": """
-import torch
-from torch import nn
-
-class Bigram(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.register_buffer("scale", torch.ones(1), persistent=False)
-
-    def init_buffers(self):
-        self.scale.fill_(2.0)
-
-    def forward(self, tokens_BT, positions):
-        return self.output(self.embedding(tokens_BT) * self.scale)
-""",
-    "plan.py": """
-from bigram.model import Bigram
-from titanlite.parallelize import ParallelPlan
-
-PLANS = {Bigram: ParallelPlan(embeddings=("embedding",), head=("output",))}
-""",
+OWN_MODEL = {
+    "experimental__custom_import": "plain_model",
+    "model__name": "plain",
+    "model__flavor": "small",
 }
 
 
-def write_model(folder: Path, **changed: str) -> None:
-    (folder / "bigram").mkdir()
-    for name, text in MODEL.items():
-        text = changed.get(name.removesuffix(".py"), text)
-        (folder / "bigram" / name).write_text(text)
+def write_model(folder: Path, part: str = "model", old: str = "", new: str = "") -> Path:
+    """A copy of the folder plain_model, with other text in one of its files."""
+    shutil.copytree(Path(__file__).parent / "plain_model", folder / "plain_model")
+    path = folder / f"plain_model/{part}.py"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    return path
 
 
-def own_model(folder: Path, **changes: object) -> subprocess.CompletedProcess[str]:
-    options: dict[str, object] = {
-        "experimental__custom_import": "bigram",
-        "model__name": "bigram",
-        "model__flavor": "small",
-        "sampling__num_samples": 2,
-    }
-    return run(command(folder / "out", **{**options, **changes}), PYTHONPATH=str(folder))
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose modules are imported here, on ranks, and by processes that are started."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
 
 
-def test_a_users_own_model_trains_and_draws(tmp_path):
-    write_model(tmp_path)
-    one = own_model(tmp_path)
-    assert (one.returncode, one.stderr) == (0, "")
-    alone = losses(tmp_path / "out")
-    assert (tmp_path / "out" / "samples.png").exists()
-    two = own_model(tmp_path, parallelism__data_parallel_shard_degree=2)
-    assert (two.returncode, two.stderr) == (0, "")
-    assert losses(tmp_path / "out") == pytest.approx(alone, rel=1e-5)
+def test_a_users_own_model_trains_and_draws(own_folder):
+    write_model(own_folder)
+    out = own_folder / "out"
+    options = OWN_MODEL | {"sampling__num_samples": 2}
+    assert status_of(out, **options) == 0
+    alone = losses(out)
+    assert (out / "samples.png").exists()
+    assert status_of(out, **options, parallelism__data_parallel_shard_degree=2) == 0
+    assert losses(out) == pytest.approx(alone, rel=1e-5)
 
 
-RANDOM = """
-import random
-import numpy as np
-import torch
-from bigram.plain import Bigram as Plain
-from torch import nn
-
-class Bigram(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, tokens_BT, positions):
-        factor = random.random() + np.random.random()
-        x_BTD = self.dropout(self.embedding(tokens_BT) * self.scale)
-        return self.output(x_BTD + factor * torch.randn_like(x_BTD))
+EMBED = "        x = self.tok_emb(tokens)\n"
+RANDOM = """\
+        import random, numpy, torch
+        x = F.dropout(self.tok_emb(tokens), 0.3)
+        x = x + (random.random() + numpy.random.random()) * torch.randn_like(x)
 """
 
 
@@ -484,22 +431,15 @@ class Bigram(Plain):
     ("num_ranks", "has_torchrun"),
     [(1, False), (2, True), pytest.param(1, True, marks=pytest.mark.slow)],
 )
-def test_every_way_to_start_draws_the_same_random_numbers(
-    tmp_path, monkeypatch, num_ranks, has_torchrun
-):
+def test_every_way_to_start_draws_the_same_random_numbers(own_folder, num_ranks, has_torchrun):
     """torchrun, ranks of the fork server and one process: losses are equal bit by bit."""
-    write_model(tmp_path, model=RANDOM)
-    (tmp_path / "bigram" / "plain.py").write_text(MODEL["model.py"])
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    write_model(own_folder, "model", EMBED, RANDOM)
 
     def start(name: str, *launcher: str) -> list[str]:
         return command(
-            tmp_path / name,
+            own_folder / name,
             *launcher,
-            experimental__custom_import="bigram",
-            model__name="bigram",
-            model__flavor="small",
+            **OWN_MODEL,
             training__dataset="synthetic",
             parallelism__data_parallel_shard_degree=num_ranks,
             validation__enable=True,
@@ -509,12 +449,12 @@ def test_every_way_to_start_draws_the_same_random_numbers(
 
     def numbers(name: str) -> list[tuple[float | None, ...]]:
         kinds = ("loss", "grad_norm", "validation_loss")
-        return [tuple(row.get(kind) for kind in kinds) for row in metrics(tmp_path / name)]
+        return [tuple(row.get(kind) for kind in kinds) for row in metrics(own_folder / name)]
 
     with contextlib.ExitStack() as stack:
         if has_torchrun:
             launcher = [*BY_TORCHRUN, f"--nproc-per-node={num_ranks}"]
-            process = stack.enter_context(started(start("torchrun", *launcher), tmp_path / "tmp"))
+            process = stack.enter_context(started(start("torchrun", *launcher), own_folder / "tmp"))
         job = resolve_job(parse_args(start("server")[2:]))
         spawn(train_on_rank, num_ranks, job, "cpu", timeout_seconds=PATIENCE_SECONDS)
         if has_torchrun:
@@ -527,50 +467,40 @@ def test_every_way_to_start_draws_the_same_random_numbers(
 
 
 @pytest.mark.parametrize(
-    ("part", "text", "message"),
+    ("part", "old", "new", "message"),
     [
         (
             "plan",
-            MODEL["plan.py"].replace('"output"', '"outputs"'),
-            "model.name: `head` of the plan of Bigram names 'outputs', ",
+            'head=("output",)',
+            'head=("outputs",)',
+            "model.name: `head` of the plan of PlainModel names 'outputs', ",
         ),
-        (
-            "plan",
-            "PLAN = {}",
-            "model.name: loading bigram.plan:PLANS failed",
-        ),
+        ("plan", "PLANS = {", "PLAN = {", "model.name: loading plain_model.plan:PLANS failed"),
         (
             "config",
-            MODEL["config.py"].replace("@dataclass(frozen=True)\n", ""),
-            'model.name: "bigram.config:BigramConfig", the configuration of "bigram", is not a '
+            "@dataclass(frozen=True)\n",
+            "",
+            'model.name: "plain_model.config:PlainConfig", the configuration of "plain", is not a '
             "dataclass; ",
         ),
         (
             "model",
-            MODEL["model.py"].replace("positions):", "positions, mask):"),
-            "model.name: forward of Bigram needs `mask`",
+            "positions: Tensor) ->",
+            "positions: Tensor, mask: Tensor) ->",
+            "model.name: forward of PlainModel needs `mask`",
         ),
     ],
 )
-def test_a_users_own_model_that_lacks_something(tmp_path, part, text, message):
-    write_model(tmp_path, **{part: text})
-    done = own_model(tmp_path)
-    assert done.returncode in (1, 2)
-    (line,) = done.stderr.splitlines()
+def test_a_users_own_model_that_lacks_something(own_folder, part, old, new, message, capsys):
+    write_model(own_folder, part, old, new)
+    assert status_of(own_folder / "out", **OWN_MODEL) in (1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(message)
 
 
 def children_of(process: int) -> list[int]:
     """torchrun gives each rank a session of its own."""
     return sorted(pid for pid, parent in processes_of(None).items() if parent == process)
-
-
-BY_TORCHRUN = (
-    *TORCHRUN,
-    "--nproc-per-node=2",
-    "--rdzv-backend=c10d",
-    "--rdzv-endpoint=localhost:0",
-)
 
 
 @needs_proc
@@ -624,23 +554,17 @@ def test_a_stuck_or_dead_rank_ends_the_run_with_a_report(tmp_path, launcher, num
     ],
     ids=["own", "torchrun", "torchrun-mistake"],
 )
-def test_an_error_of_one_rank_is_all_that_is_said(tmp_path, launcher, error, is_traced):
-    text = MODEL["model.py"].replace(
-        "    def forward(self, tokens_BT, positions):\n",
-        "    def forward(self, tokens_BT, positions):\n"
+def test_an_error_of_one_rank_is_all_that_is_said(own_folder, launcher, error, is_traced):
+    raises = (
+        "        import torch, titanlite.errors\n"
         "        if torch.distributed.get_rank() == 1:\n"
-        f"            import titanlite.errors; raise {error}('no such table')\n",
+        f"            raise {error}('no such table')\n"
     )
-    write_model(tmp_path, model=text)
+    write_model(own_folder, "model", EMBED, raises + EMBED)
     words = command(
-        tmp_path / "out",
-        *launcher,
-        experimental__custom_import="bigram",
-        model__name="bigram",
-        model__flavor="small",
-        parallelism__data_parallel_shard_degree=2,
+        own_folder / "out", *launcher, **OWN_MODEL, parallelism__data_parallel_shard_degree=2
     )
-    done = run(words, PYTHONPATH=str(tmp_path))
+    done = run(words)
     assert done.returncode == 1
     line = f"{error}: no such table" if is_traced else "no such table"
     # torchrun says "[rank1]: " before it; a launcher of our own gives it once more at the end.
@@ -648,7 +572,7 @@ def test_an_error_of_one_rank_is_all_that_is_said(tmp_path, launcher, error, is_
     assert told == (1 if launcher else 2)
     assert done.stderr.count("Traceback (most recent call last)") - bool(launcher) == is_traced
     assert "The run has stopped" not in done.stderr
-    assert not (tmp_path / "out" / "comm_traces").exists()
+    assert not (own_folder / "out" / "comm_traces").exists()
 
 
 @needs_proc

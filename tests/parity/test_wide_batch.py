@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import FEW_STEPS, JobConfig, Sections, differences, train
+from training import CP, FEW_STEPS, PP, TP, JobConfig, Sections, differences, train
 
 from titanlite.config import resolve_job
 from titanlite.errors import ConfigError
@@ -30,16 +30,11 @@ JOB: Sections = {
     "activation_checkpoint": {"mode": "none"},
     "validation": {"enable": True, "local_batch_size": 4},
 }
-PP, CP, TP = (
-    {"pipeline_parallel_degree": 2},
-    {"context_parallel_degree": 2},
-    {"tensor_parallel_degree": 2, "disable_loss_parallel": True},
-)
 PLANS: dict[str, dict[str, Any]] = {
     "PP": PP,
     "CP": CP | {"context_parallel_load_balancer": "striped"},
     "FSDP": {"data_parallel_shard_degree": 2},
-    "TP": TP,
+    "TP": TP | {"disable_loss_parallel": True},
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from titanlite.config import JobConfig, make_parallel_dims, resolve_job
-from titanlite.ranks.world import World
+from titanlite.ranks.launch import Place, spawn
+from titanlite.ranks.world import World, open_world
 from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.pool import ThreadPool
 
@@ -20,6 +21,8 @@ Sections = Mapping[str, Mapping[str, Any]]
 # What plan invariance is stated for, and how far `make test` goes: what is wrong in a plan shows at
 # once, since the output layer is not zero; the longer run shows that rounding does not grow.
 STEPS, FEW_STEPS = 20, 2
+# Of ranks on a machine that is busy with other things too.
+TIMEOUT_SECONDS = 200
 
 # A drawn output layer: with a zero one every gradient below it is zero at the first step, and an
 # odd vocabulary and a table of one row make uneven and missing shards.
@@ -36,6 +39,15 @@ DEBUG_JOB: Sections = {
     "activation_checkpoint": {"mode": "none"},
     "parallelism": {"data_parallel_shard_degree": 1},
 }
+
+# Keys of [parallelism], each on two ranks.
+PP, CP, TP, SHARD, REPLICATE = (
+    {"pipeline_parallel_degree": 2},
+    {"context_parallel_degree": 2},
+    {"tensor_parallel_degree": 2},
+    {"data_parallel_shard_degree": 2},
+    {"data_parallel_replicate_degree": 2},
+)
 
 
 @dataclass
@@ -62,6 +74,24 @@ def merged(*changes: Sections) -> dict[str, dict[str, Any]]:
         for name, keys in change.items():
             sections.setdefault(name, {}).update(keys)
     return sections
+
+
+def on_ranks(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *arguments: Any,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    threads: bool = False,
+) -> list[Any]:
+    """The results of `function(world, *arguments)` on new ranks, in rank order."""
+    timeout = None if threads else timeout_seconds
+    call = (_in_world, num_ranks, function, *arguments)
+    return spawn(*call, timeout_seconds=timeout, threads=threads)
+
+
+def _in_world(place: Place, function: Callable[..., Any], *arguments: Any) -> Any:
+    with open_world(place) as world:
+        return function(world, *arguments)
 
 
 def train(configs: Sequence[JobConfig]) -> list[Training]:

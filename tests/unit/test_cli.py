@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
@@ -120,27 +119,3 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(
         assert (process.wait() in (0, 141), said) == (True, "")
         if "--help" not in command:
             assert process.returncode == 141
-
-
-def test_train_does_what_train_py_does_under_torchrun_too(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
-    commands = {
-        "script": (*TRAIN, "--job.config_file=configs/single.toml"),
-        "command": (*TITANLITE, "train", "configs/single.toml"),
-        "torchrun": (*torchrun, "-m", "titanlite", "train", "configs/single.toml"),
-    }
-    losses = {}
-    for name, command in commands.items():
-        folder = tmp_path / name
-        plan = "--parallelism.data_parallel_shard_degree=-1"
-        batch = ("--training.global_batch_size=8", "--training.local_batch_size=4")
-        subprocess.run(
-            [*command, *SMALL, *batch, plan, f"--job.dump_folder={folder}"],
-            check=True,
-            capture_output=True,
-            timeout=300,
-        )
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        losses[name] = [json.loads(line)["loss"] for line in lines]
-    assert losses["script"] == losses["command"]
-    assert losses["torchrun"] == pytest.approx(losses["script"], rel=1e-5)

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 import titanlite
 from titanlite.config import resolve_job
 from titanlite.config.data import spec_for
-from titanlite.config.load import read_values
+from titanlite.config.load import read_any
 from titanlite.errors import TitanliteError
 from titanlite.modules.batch import Batch, FieldDims
 from titanlite.parallelize import ParallelPlan, apply_ac, apply_tp, split_model
@@ -223,7 +223,7 @@ def test_by_hand_a_model_without_a_plan_is_checkpointed_but_not_sharded_over_tp(
 )
 def test_other_axes_need_a_plan(axis: str, key: str, needed: str) -> None:
     values = job(plan=None, parallelism={f"{axis}_parallel_degree": 2})
-    config = read_values(values).config
+    config = read_any(values).config
 
     def build() -> None:
         resolved = resolve_job(config)
@@ -260,7 +260,7 @@ def test_other_axes_need_a_plan(axis: str, key: str, needed: str) -> None:
     ],
 )
 def test_a_wrong_name_in_a_plan(plan: ParallelPlan, message: str) -> None:
-    config = read_values(job(plan=plan)).config
+    config = read_any(job(plan=plan)).config
     line = line_of(lambda: build_plain_model(resolve_job(config), spec_for(config)))
     assert line == f"model.name: {message}"
 
@@ -499,13 +499,13 @@ def test_any_exception_of_a_style_names_its_entry(tp_mesh: Any) -> None:
 
 def test_context_parallelism_needs_tokens() -> None:
     split = {"context_parallel_degree": 2}
-    config = read_values(job(parallelism=split)).config
+    config = read_any(job(parallelism=split)).config
     assert line_of(lambda: resolve_job(config)) == (
         'parallelism.context_parallel_degree: "own" has no token dimension to split: `fields` of '
         "its registration gives None for every field; give the dimension of the tokens there, or "
         "set this degree to 1"
     )
-    config = read_values(job(parallelism=split, fields={"x": 0, "targets": None})).config
+    config = read_any(job(parallelism=split, fields={"x": 0, "targets": None})).config
     assert line_of(lambda: resolve_job(config)) == (
         'parallelism.context_parallel_degree: the fields of "own" are split (x along 0), but their '
         "length is not known; give the model's configuration class `seq_len`"

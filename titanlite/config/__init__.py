@@ -12,7 +12,7 @@ document.py  --help, and a configuration as TOML
 import titanlite.register  # noqa: F401 (a job can name what is built in)
 from titanlite.config.checks import check_machine
 from titanlite.config.degrees import make_parallel_dims
-from titanlite.config.load import Reading, load_config, override, parse_args, read_job, read_values
+from titanlite.config.load import Reading, load_config, override, parse_args, read_any, read_job
 from titanlite.config.model import load_model_spec, make_model_config
 from titanlite.config.resolve import ResolvedJob, resolve_job
 from titanlite.config.schema import JobConfig
@@ -29,6 +29,6 @@ __all__ = [
     "override",
     "parse_args",
     "read_job",
-    "read_values",
+    "read_any",
     "resolve_job",
 ]

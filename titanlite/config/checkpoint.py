@@ -1,20 +1,21 @@
-"""Checks of the keys of [checkpoint] against each other; torch-free."""
+"""Checks of the keys of [checkpoint] against each other and the model; torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from titanlite.config.draft import Draft
 from titanlite.config.model import load_model_spec
-from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError, quote
+from titanlite.fields import MODEL, reads
 from titanlite.models.hf_format import format_of, is_hf_folder, sizes_problems, weight_files
 
 
-def checkpoint_problems(config: JobConfig) -> Iterator[str]:
-    """The mistakes in [checkpoint]; if checkpoint.enable is false, only keys without effect."""
-    section = config.checkpoint
+@reads("checkpoint")
+def _checkpoints(job: Draft) -> Iterator[str]:
+    """The path to load from exists, and a .safetensors file is used only for weights."""
+    section = job.config.checkpoint
     if section.create_seed_checkpoint and not section.saves:
         yield (
             "checkpoint.create_seed_checkpoint: nothing would be saved; set checkpoint.enable = "
@@ -60,21 +61,10 @@ def checkpoint_problems(config: JobConfig) -> Iterator[str]:
         )
 
 
-def hf_writing_problems(config: JobConfig, sizes: Any) -> Iterator[str]:
-    """What the Hugging Face folder of the last step cannot hold."""
-    section = config.checkpoint
-    if not (section.enable and section.last_save_in_hf):
-        return
-    try:
-        if (format := format_of(load_model_spec(config))) is not None:
-            format.require_fit(sizes)
-    except ConfigError as error:
-        yield from error.problems
-
-
-def hf_folder_problems(config: JobConfig, sizes: Any) -> Iterator[str]:
-    """What the Hugging Face folder to load from lacks, or says otherwise than the model's sizes."""
-    section = config.checkpoint
+@reads("checkpoint", MODEL)
+def _hf_folder(job: Draft) -> Iterator[str]:
+    """The config.json of a Hugging Face folder to load from has the sizes of [model]."""
+    section = job.config.checkpoint
     if not (section.enable and section.initial_load_in_hf and section.initial_load_path):
         return
     folder = Path(section.initial_load_path).expanduser()
@@ -82,8 +72,25 @@ def hf_folder_problems(config: JobConfig, sizes: Any) -> Iterator[str]:
         if not folder.is_dir():
             return
         weight_files(folder)
-        if (format := format_of(load_model_spec(config))) is not None and is_hf_folder(folder):
-            for line in sizes_problems(format, sizes, folder):
+        format = format_of(load_model_spec(job.config))
+        if format is not None and is_hf_folder(folder):
+            for line in sizes_problems(format, job.model, folder):
                 yield f"checkpoint.initial_load_path: {line}"
     except ConfigError as error:
         yield from error.problems
+
+
+@reads("checkpoint", MODEL)
+def _written_to_hf(job: Draft) -> Iterator[str]:
+    """The Hugging Face folder of the last step can hold the model."""
+    section = job.config.checkpoint
+    if not (section.enable and section.last_save_in_hf):
+        return
+    try:
+        if (format := format_of(load_model_spec(job.config))) is not None:
+            format.require_fit(job.model)
+    except ConfigError as error:
+        yield from error.problems
+
+
+CHECKPOINT_CHECKS = (_checkpoints, _hf_folder, _written_to_hf)

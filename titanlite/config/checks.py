@@ -13,11 +13,7 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from titanlite.config.checkpoint import (
-    checkpoint_problems,
-    hf_folder_problems,
-    hf_writing_problems,
-)
+from titanlite.config.checkpoint import CHECKPOINT_CHECKS
 from titanlite.config.data import fit_problems, source_problems, spec_for, unlike_problems
 from titanlite.config.degrees import DEGREES
 from titanlite.config.draft import Draft
@@ -322,18 +318,6 @@ def _profiling(job: Draft) -> Iterator[str]:
         )
 
 
-@reads("checkpoint")
-def _checkpoints(job: Draft) -> Iterator[str]:
-    """The path to load from exists, and a .safetensors file is used only for weights."""
-    yield from checkpoint_problems(job.config)
-
-
-@reads("checkpoint", MODEL)
-def _hf_folder(job: Draft) -> Iterator[str]:
-    """The config.json of a Hugging Face folder to load from has the sizes of [model]."""
-    yield from hf_folder_problems(job.config, job.model)
-
-
 @reads("memory_estimation")
 def _memory_estimation(job: Draft) -> Iterator[str]:
     """Memory is estimated with fake tensors only."""
@@ -343,12 +327,6 @@ def _memory_estimation(job: Draft) -> Iterator[str]:
             "memory_estimation.disable_fake_mode: true estimates with real tensors, which "
             "titanlite does not do; write false, or remove this line"
         )
-
-
-@reads("checkpoint", MODEL)
-def _written_to_hf(job: Draft) -> Iterator[str]:
-    """The Hugging Face folder of the last step can hold the model."""
-    yield from hf_writing_problems(job.config, job.model)
 
 
 @reads("metrics")
@@ -367,6 +345,7 @@ def _loggers(job: Draft) -> Iterator[str]:
 
 CHECKS: tuple[Check[Draft], ...] = (
     *(value for value in list(globals().values()) if isinstance(value, Check)),
+    *CHECKPOINT_CHECKS,
     *(check for feature in FEATURES for check in feature.checks),
 )
-"""All checks: those of this module, then those of the features."""
+"""All checks: those of this module, of [checkpoint], and of the features."""

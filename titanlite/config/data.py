@@ -46,17 +46,14 @@ def source_problems(section: str, dataset: str, path: str | None) -> Iterator[st
         what = "its folder, or its name on the Hub" if info.accepts_name else "its folder"
         yield f"{section}.dataset_path: is not set, but {name} is read from disk; give {what}"
     elif (info.needs_path or info.takes_path) and path is not None:
-        if not _is_there(Path(path).expanduser(), info):
+        place = Path(path).expanduser()
+        is_name = info.accepts_name and NAME.fullmatch(str(place)) is not None
+        if not (is_name or place.is_dir() or (info.accepts_file and place.is_file())):
             what = "a file or folder" if info.accepts_file else "a folder"
             what += " or a name such as owner/name" if info.accepts_name else ""
             yield f"{section}.dataset_path: {quote(path)} is not {what}; give the folder of {name}"
     elif path is not None:
         yield f"{section}.dataset_path: {name} is not read from a folder; remove this key"
-
-
-def _is_there(path: Path, info: DatasetSpec) -> bool:
-    is_name = info.accepts_name and NAME.fullmatch(str(path)) is not None
-    return is_name or path.is_dir() or (info.accepts_file and path.is_file())
 
 
 def spec_for(config: JobConfig, dataset: str | None = None) -> DatasetSpec:

@@ -128,11 +128,6 @@ def read_job(argv: Sequence[str], *, needs_file: str = "") -> Reading:
     return _read_values(values, texts, problems)
 
 
-def read_values(values: Mapping[str, Mapping[str, Any]]) -> Reading:
-    """The job with these values, section -> key -> value, with TOML's types."""
-    return _read_values(copy.deepcopy(dict(values)), [], [])
-
-
 def read_any(
     job: JobConfig | Mapping[str, Mapping[str, Any]] | str | Path,
     changes: Mapping[str, Any] | None = None,
@@ -156,10 +151,7 @@ def read_any(
 
 def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
     """`config` with new values for some keys ("section.key" -> value), checked again."""
-    values = config.model_dump(exclude_unset=True)
-    for name, value in changes.items():
-        put(values, name, value)
-    return checked(_read_values(values, [], []))
+    return checked(read_any(config, changes))
 
 
 def with_values(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:

@@ -91,7 +91,12 @@ def make_pipeline_plan(config: JobConfig, dims: ParallelDims, model: Any) -> Pip
             num_stages = schedule.num_stages
     if num_stages is not None:
         with collecting(problems):
-            stages = _make_stages(config, names, num_stages)
+            given = config.parallelism.module_fqns_per_model_part
+            if given is None:
+                stages = _share_out(config, names, num_stages)
+            else:
+                stages = tuple(map(tuple, given))
+                _check_given(stages, names, num_stages)
     # Generating a schedule with far more stages than blocks would take too long.
     if not path and num_microbatches is not None and num_stages is not None and stages:
         with collecting(problems):
@@ -119,17 +124,6 @@ def split_points(config: JobConfig, model: Any) -> tuple[str, ...]:
         raise
     except TitanliteError as error:
         raise ConfigError(f"model.name: {error}") from None
-
-
-def _make_stages(
-    config: JobConfig, names: Sequence[str], num_stages: int
-) -> tuple[tuple[str, ...], ...]:
-    given = config.parallelism.module_fqns_per_model_part
-    if given is None:
-        return _share_out(config, names, num_stages)
-    stages = tuple(map(tuple, given))
-    _check_given(stages, names, num_stages)
-    return stages
 
 
 def _count_microbatches(config: JobConfig) -> int:

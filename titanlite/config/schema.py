@@ -517,9 +517,9 @@ class JobConfig(Section):
         The values have TOML's types, and are checked like a file's. Raises ConfigError with one
         line for each mistake.
         """
-        from titanlite.config.load import checked, read_values
+        from titanlite.config.load import checked, read_any
 
-        return checked(read_values(values))
+        return checked(read_any(values))
 
     def section(self, kind: type[S]) -> S:
         """The section of a feature, by its class."""

@@ -6,7 +6,6 @@ Also computes peak memory and model FLOP/s utilization for known GPUs.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import math
@@ -95,8 +94,7 @@ class MetricsLog:
 
     TensorBoard files go to {dump_folder}/{save_tb_folder}/{time of start}. W&B reads its own
     WANDB_* variables and gets `job_config`. With `enabled` False (on all ranks but the first)
-    nothing is written. Raises ConfigError if a writer's package is missing, or if another run is
-    writing to the file.
+    nothing is written. Raises ConfigError if another run is writing to the file.
     """
 
     def __init__(
@@ -118,7 +116,6 @@ class MetricsLog:
         self._wandb = None
         if not enabled:
             return
-        check_extras(enable_tensorboard=enable_tensorboard, enable_wandb=enable_wandb)
         folder = Path(dump_folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
@@ -237,22 +234,6 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
     except OSError as error:
         raise ConfigError(f"job.dump_folder: {path}: {error.strerror or error}") from error
     return records
-
-
-def check_extras(*, enable_tensorboard: bool, enable_wandb: bool) -> None:
-    """Raise ConfigError if a writer's package is not installed; the error names the extra.
-
-    Imports none of the packages, so it can run before any rank starts.
-    """
-    wanted = {"tensorboard": enable_tensorboard, "wandb": enable_wandb}
-    problems = [
-        f"metrics.enable_{package}: the package {package} is not installed; "
-        f"pip install 'titanlite[{package}]' or set it to false"
-        for package, enabled in wanted.items()
-        if enabled and package not in sys.modules and importlib.util.find_spec(package) is None
-    ]
-    if problems:
-        raise ConfigError(*problems)
 
 
 def peak_memory_bytes(device: torch.device | str) -> int:

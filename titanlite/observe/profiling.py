@@ -13,20 +13,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from titanlite.errors import ConfigError
-
 _MAX_MEMORY_EVENTS = 100_000
 
 
-class StepCounter:
-    """Returned by the profiling contexts: call `step()` after each training step."""
-
-    def __init__(self, on_step: Callable[[], None] = lambda: None) -> None:
-        self._on_step = on_step
-
-    def step(self) -> None:
-        """Tell the profiler that a training step has ended."""
-        self._on_step()
+def _count_nothing() -> None:
+    """What is called after each step if nothing is recorded."""
 
 
 @contextmanager
@@ -40,21 +31,18 @@ def profile_steps(
     *,
     first_step: int = 1,
     device_type: str = "cpu",
-) -> Iterator[StepCounter]:
+) -> Iterator[Callable[[], None]]:
     """Trace the last `profiler_active` steps of every `profile_freq`, with torch.profiler.
 
     Writes {folder}/iteration_N/rankR_trace.json, where N is the last step of the trace. In the
     `profiler_warmup` steps before, the profiler runs but its events are dropped, since starting it
     distorts times. A cycle that is not finished when the run ends leaves no file. With a
     `device_type` of "cuda", the GPU's kernels are traced too. Open the files at
-    https://ui.perfetto.dev. Raises ConfigError if the warmup and active steps do not fit into
-    `profile_freq`.
+    https://ui.perfetto.dev. Yields a function to call after each training step.
     """
     if not enabled:
-        yield StepCounter()
+        yield _count_nothing
         return
-    check_profile_schedule(profile_freq, profiler_active, profiler_warmup)
-
     running = True
 
     def save_trace(profiler: profile) -> None:
@@ -86,19 +74,9 @@ def profile_steps(
                 profiler.step()
 
         try:
-            yield StepCounter(step)
+            yield step
         finally:
             running = False
-
-
-def check_profile_schedule(profile_freq: int, profiler_active: int, profiler_warmup: int) -> None:
-    """Raise ConfigError if the warmup and active steps do not fit into a cycle."""
-    needed = profiler_active + profiler_warmup
-    if needed > profile_freq:
-        raise ConfigError(
-            f"profiling.profile_freq: {profile_freq} steps are fewer than profiler_warmup "
-            f"{profiler_warmup} + profiler_active {profiler_active}; use at least {needed}"
-        )
 
 
 @contextmanager
@@ -111,12 +89,13 @@ def snapshot_memory(
     *,
     first_step: int = 1,
     on_note: Callable[[str], None] = print,
-) -> Iterator[StepCounter]:
+) -> Iterator[Callable[[], None]]:
     """Save CUDA's memory history every `profile_freq` steps.
 
     Writes {folder}/iteration_N/rankR_memory_snapshot.pickle. A run that ends out of memory saves a
     last one in iteration_N_exit. Open the files at https://pytorch.org/memory_viz. On CPU there is
-    no memory history: nothing is written, and `on_note` gets a line that says so.
+    no memory history: nothing is written, and `on_note` gets a line that says so. Yields a function
+    to call after each training step.
     """
     if enabled and torch.device(device).type != "cuda":
         on_note(
@@ -125,7 +104,7 @@ def snapshot_memory(
         )
         enabled = False
     if not enabled:
-        yield StepCounter()
+        yield _count_nothing
         return
     step = first_step - 1
 
@@ -142,7 +121,7 @@ def snapshot_memory(
 
     torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
     try:
-        yield StepCounter(count)
+        yield count
     except torch.OutOfMemoryError:
         save(f"iteration_{step}_exit")
         raise

@@ -127,7 +127,7 @@ class Reporter:
                 written.parent.mkdir(parents=True, exist_ok=True)
                 written.write_text(format_config(config), encoding="utf-8")
         profiling = config.profiling
-        self._profiler = self._exits.enter_context(
+        self._after_profiled_step = self._exits.enter_context(
             profile_steps(
                 profiling.enable_profiling,
                 self._folder / profiling.save_traces_folder,
@@ -139,7 +139,7 @@ class Reporter:
                 device_type=world.device.type,
             )
         )
-        self._snapshots = self._exits.enter_context(
+        self._after_recorded_step = self._exits.enter_context(
             snapshot_memory(
                 profiling.enable_memory_snapshot,
                 self._folder / profiling.save_memory_snapshot_folder,
@@ -242,8 +242,8 @@ class Reporter:
             )
         self._progress.update(record)
         with self._writing():
-            self._profiler.step()
-            self._snapshots.step()
+            self._after_profiled_step()
+            self._after_recorded_step()
             self._draw_pipeline(step)
         return bool(any_stops)
 

@@ -54,10 +54,10 @@ def parallelize(
     part = Part(model, config, dims, meshes, plan or find_plan(model), whole, ddp)
     part.hardware = hardware or part.hardware
     rows = [
-        step_of(step.feature).apply(part)
-        if step.feature.is_on(config)
-        else PlanRow(step.feature.name, "off", "off")
-        for step in STEPS
+        step_of(feature).apply(part)
+        if feature.is_on(config)
+        else PlanRow(feature.name, "off", "off")
+        for feature in STEPS
     ]
     return rows, part.recomputation
 

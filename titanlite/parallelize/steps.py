@@ -6,7 +6,6 @@ stage then goes through the same steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from titanlite.parallelize.activation_checkpoint.spec import ACTIVATION_CHECKPOINT
@@ -24,39 +23,27 @@ if TYPE_CHECKING:
     from titanlite.config.schema import JobConfig
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step: its feature, and the reason for its place in the order."""
-
-    feature: Feature
-    why_here: str
-
-
-STEPS = (
-    Step(FLOAT8, "it replaces linear layers, which all other steps then work on"),
-    Step(
-        TENSOR_PARALLEL,
-        "its plan names the model's own modules, before wrappers rename them",
-    ),
-    Step(
-        ASYNC_TENSOR_PARALLEL,
-        "it reports which TP modules are rings, and configures the compiler before it runs",
-    ),
-    Step(
-        EXPERT_PARALLEL,
-        "it distributes the experts, which no other step cuts, before blocks are wrapped",
-    ),
-    Step(
-        CONTEXT_PARALLEL,
-        "it replaces the attention inside each block, before blocks are wrapped",
-    ),
-    Step(ACTIVATION_CHECKPOINT, "it wraps blocks whose modules are already sharded"),
-    Step(COMPILE, "after it, so that recomputation is part of the compiled graph"),
-    Step(DATA_PARALLEL, "last, so that its hooks stay outside the compiled blocks"),
+STEPS: tuple[Feature, ...] = (
+    # It replaces linear layers, which all other steps then work on.
+    FLOAT8,
+    # Its plan names the model's own modules, before wrappers rename them.
+    TENSOR_PARALLEL,
+    # It reports which TP modules are rings, and configures the compiler before it runs.
+    ASYNC_TENSOR_PARALLEL,
+    # It distributes the experts, which no other step cuts, before blocks are wrapped.
+    EXPERT_PARALLEL,
+    # It replaces the attention inside each block, before blocks are wrapped.
+    CONTEXT_PARALLEL,
+    # It wraps blocks whose modules are already sharded.
+    ACTIVATION_CHECKPOINT,
+    # After it, so that recomputation is part of the compiled graph.
+    COMPILE,
+    # Last, so that its hooks stay outside the compiled blocks.
+    DATA_PARALLEL,
 )
-"""The steps in the order in which they are applied to every model and every pipeline stage."""
+"""The features in the order in which they are applied to every model and every pipeline stage."""
 
-FEATURES = (PIPELINE_PARALLEL, *(step.feature for step in STEPS))
+FEATURES = (PIPELINE_PARALLEL, *STEPS)
 
 
 def features_on(config: JobConfig) -> list[Feature]:

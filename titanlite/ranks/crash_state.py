@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.ranks.hang_state import shorten
+from titanlite.ranks.hang_state import show_place
 from titanlite.ranks.stacks import parse_stacks
 
 # Time limit of the function that runs before an abort; then the process is ended anyway.
@@ -123,9 +123,7 @@ def _read(path: str) -> tuple[list[str], list[str]]:
     stacks = parse_stacks(rest)
     # A thread that was asked for its own stack writes it without its number.
     added = stacks.get(int(thread, 16)) or stacks.get(0, []) if thread else []
-    return noted.strip().splitlines(), [
-        f"{shorten(file)}:{line} in {name}" for file, line, name in added
-    ]
+    return noted.strip().splitlines(), [show_place(*place) for place in added]
 
 
 @contextlib.contextmanager

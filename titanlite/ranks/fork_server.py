@@ -24,6 +24,8 @@ PRELOAD = ["titanlite.preload"]
 # and multiprocessing adds two names to the folder for temporary files: pymp-12345678 and
 # listener-12345678.
 LONGEST_FOLDER_BYTES = 103 - len("/pymp-12345678/listener-12345678")
+# What `start_fork_server` changes, to be restored on the ranks.
+PATHS = ("PYTHONSAFEPATH", "PYTHONPATH")
 LIBRARY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KINETO_LOG_LEVEL")
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
@@ -39,7 +41,12 @@ def start_fork_server() -> None:
     # What is started inside ignores Ctrl-C, and so do ranks forked from it: the caller ends them.
     # The fork server must outlive the ranks, which do not ignore SIGTERM.
     interrupts = handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
-    with prepared_environment(), interrupts, _off_working_directory(own_paths()):
+    with prepared_environment(), environment_restored(*PATHS), interrupts:
+        # multiprocessing starts its helpers with `python -c`, which searches the working directory
+        # first: a socket.py in a downloaded folder would run. Python 3.10 does not support
+        # PYTHONSAFEPATH.
+        path = filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])))
+        set_environment({"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)})
         multiprocessing.forkserver.ensure_running()
 
 
@@ -66,27 +73,6 @@ def _choose_socket_folder() -> None:
     )
 
 
-@contextlib.contextmanager
-def _off_working_directory(own: Mapping[str, str | None]) -> Iterator[None]:
-    """Processes started inside import nothing from the working directory; `own` is restored after.
-
-    multiprocessing starts its helpers with `python -c`, which searches the working directory first:
-    a socket.py in a downloaded folder would run. Python 3.10 does not support PYTHONSAFEPATH.
-    """
-    source = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (own["PYTHONPATH"], source)))
-    set_environment({"PYTHONSAFEPATH": "1", "PYTHONPATH": path})
-    try:
-        yield
-    finally:
-        set_environment(own)
-
-
-def own_paths() -> dict[str, str | None]:
-    """The environment variables that `start_fork_server` changes, to be restored on the ranks."""
-    return {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
-
-
 def set_environment(values: Mapping[str, str | None]) -> None:
     """Set environment variables, and remove those whose value is None."""
     for name, value in values.items():
@@ -97,14 +83,21 @@ def set_environment(values: Mapping[str, str | None]) -> None:
 
 
 @contextlib.contextmanager
-def prepared_environment() -> Iterator[None]:
-    """Inside, the variables are set that libraries read when torch is imported, unless set."""
-    before = {name: os.environ.get(name) for name in LIBRARY_VARIABLES}
-    prepare_environment()
+def environment_restored(*names: str) -> Iterator[None]:
+    """On exit, these environment variables are as they were on entry."""
+    before = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:
         set_environment(before)
+
+
+@contextlib.contextmanager
+def prepared_environment() -> Iterator[None]:
+    """Inside, the variables are set that libraries read when torch is imported, unless set."""
+    with environment_restored(*LIBRARY_VARIABLES):
+        prepare_environment()
+        yield
 
 
 def prepare_environment() -> None:

@@ -23,7 +23,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -96,7 +96,7 @@ def take_account(
         # The main thread waits for the thread that saves, so report where that thread is.
         frames = behind
         account.site = call_site(_places(reversed(frames))) or account.site
-    account.stack = [_show(frame.f_code.co_filename, line, frame) for frame, line in frames]
+    account.stack = [show_place(*place) for place in _places(frames)]
     if error is not None:
         account.error = f"{type(error).__name__}: {error}".splitlines()[0]
     if not dist.is_initialized():
@@ -124,7 +124,7 @@ def stack_of(thread: int) -> tuple[list[str], str]:
     while frames and is_plumbing(_file(frames[-1][0])):
         frames.pop()  # a debugger's own, or those of a wait
     frames = _without_start(frames)
-    stack = [_show(frame.f_code.co_filename, line, frame) for frame, line in frames]
+    stack = [show_place(*place) for place in _places(frames)]
     return stack, call_site(_places(reversed(frames))) or UNKNOWN
 
 
@@ -157,30 +157,13 @@ def recorded_calls(num_remembered: int | None = None) -> list[Call]:
 
     Only the last `num_remembered` of each group and those not completed; all if None.
     """
-    calls = []
     if is_rank():
         # A rank that is a thread: its groups are ThreadGroups, which keep their calls themselves.
         world: Any = dist.distributed_c10d._get_default_group()
-        calls = world.recorded_calls()
-    for entry in [] if is_rank() else recorded_entries(with_stacks=True):
-        if entry["is_p2p"]:
-            continue
-        backend, _, operation = entry["profiling_name"].partition(":")
-        name = entry["process_group"][0]
-        inputs = entry["input_sizes"] or entry["output_sizes"]
-        dtypes = entry["input_dtypes"] or entry["output_dtypes"] or ["nothing"]
-        frames = ((f["filename"], f["line"], f["name"]) for f in entry.get("frames", ()))
-        calls.append(
-            Call(
-                group=name if backend == "gloo" else f"{name}@{backend}",
-                number=entry["collective_seq_id"],
-                operation=operation,
-                num_elements=sum(math.prod(sizes) for sizes in inputs),
-                dtype=DTYPES.get(dtypes[0], dtypes[0].lower()),
-                site=call_site(frames) or UNKNOWN,
-                is_done=entry["is_done"],
-            )
-        )
+        calls: list[Call] = world.recorded_calls()
+    else:
+        entries = recorded_entries(with_stacks=True)
+        calls = [_call_of(entry) for entry in entries if not entry["is_p2p"]]
     if num_remembered is None:
         return calls
     last = {call.group: call.number for call in calls}
@@ -189,6 +172,24 @@ def recorded_calls(num_remembered: int | None = None) -> list[Call]:
         for call in calls
         if call.number > last[call.group] - num_remembered or not call.is_done
     ]
+
+
+def _call_of(entry: Mapping[str, Any]) -> Call:
+    """The collective of an entry of a flight recorder."""
+    backend, _, operation = entry["profiling_name"].partition(":")
+    name = entry["process_group"][0]
+    inputs = entry["input_sizes"] or entry["output_sizes"]
+    dtypes = entry["input_dtypes"] or entry["output_dtypes"] or ["nothing"]
+    frames = ((f["filename"], f["line"], f["name"]) for f in entry.get("frames", ()))
+    return Call(
+        group=name if backend == "gloo" else f"{name}@{backend}",
+        number=entry["collective_seq_id"],
+        operation=operation,
+        num_elements=sum(math.prod(sizes) for sizes in inputs),
+        dtype=DTYPES.get(dtypes[0], dtypes[0].lower()),
+        site=call_site(frames) or UNKNOWN,
+        is_done=entry["is_done"],
+    )
 
 
 def sequence_numbers() -> list[int]:
@@ -245,7 +246,7 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> str:
     """
     for file, line, function in places:
         if not is_plumbing(file):
-            return f"{shorten(file)}:{line} in {function}"
+            return show_place(file, line, function)
     return ""
 
 
@@ -349,7 +350,12 @@ def show_stacks() -> str:
 
 def show_stack(places: list[CodePlace]) -> list[str]:
     """A stack, innermost last, each frame `file:line in function`."""
-    return [f"{shorten(file)}:{line} in {name}" for file, line, name in _without_start(places)]
+    return [show_place(*place) for place in _without_start(places)]
+
+
+def show_place(file: str, line: int, function: str) -> str:
+    """A place in the code as text, with the shortened name of its file."""
+    return f"{shorten(file)}:{line} in {function}"
 
 
 def shorten(file: str) -> str:
@@ -457,10 +463,6 @@ def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int,
 
 def _file(frame: FrameType) -> str:
     return frame.f_code.co_filename
-
-
-def _show(file: str, line: int, frame: FrameType) -> str:
-    return f"{shorten(file)}:{line} in {frame.f_code.co_name}"
 
 
 @functools.cache

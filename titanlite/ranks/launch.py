@@ -29,7 +29,7 @@ from typing import Any
 
 from titanlite import pickles
 from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError, number_ranks
-from titanlite.ranks.fork_server import own_paths, set_environment, start_fork_server
+from titanlite.ranks.fork_server import PATHS, set_environment, start_fork_server
 from titanlite.ranks.machine import check_local_ranks
 from titanlite.ranks.signals import Orders, StopRequest, flush_output
 
@@ -112,8 +112,6 @@ def spawn(
         place = replace(place, orders=connection)
         _send(connection, ("message", pickles.dumps(function(place, *args))))
 
-    results: dict[int, bytes] = {}
-    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     with Ranks(send_result, num_ranks, max_ranks) as ranks:
         if stop is not None:
 
@@ -124,12 +122,7 @@ def spawn(
             stop.on_request = pass_on
             if stop.is_asked:
                 pass_on()
-        while pending := set(range(num_ranks)) - set(results):
-            received = ranks.receive(pending, deadline)
-            if not received:
-                raise not_done(pending, timeout_seconds)
-            results.update(received)
-    return [pickles.loads(results[rank]) for rank in range(num_ranks)]
+        return ranks.receive_all(timeout_seconds)
 
 
 class Ranks:
@@ -149,7 +142,7 @@ class Ranks:
     ) -> None:
         check_local_ranks(num_ranks, allowed=max_ranks)
         context = multiprocessing.get_context("forkserver")
-        own = own_paths()
+        own = {name: os.environ.get(name) for name in PATHS}
         start_fork_server()
         # Only `close` removes it: ranks need it until they have ended, also at interpreter exit.
         self._folder = Path(tempfile.mkdtemp(prefix="titanlite-"))
@@ -216,6 +209,20 @@ class Ranks:
             self._hear_out(set(pending) - set(outcomes), outcomes)
             _raise_first_cause(outcomes, self._report(), self._last_stack)
         return {rank: what for rank, (_, what) in outcomes.items()}
+
+    def receive_all(self, timeout_seconds: float | None) -> list[Any]:
+        """The value in the next message of every rank, in rank order.
+
+        Raises RankError if a rank has failed, or has not answered in time.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        messages: dict[int, bytes] = {}
+        while pending := set(range(len(self))) - set(messages):
+            received = self.receive(pending, deadline)
+            if not received:
+                raise not_done(pending, timeout_seconds)
+            messages.update(received)
+        return [pickles.loads(messages[rank]) for rank in range(len(self))]
 
     def _hear_out(self, waiting: set[int], outcomes: dict[int, tuple[str, Any]]) -> None:
         """Wait for the errors of the other ranks, until there is a report or the time is up."""

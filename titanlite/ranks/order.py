@@ -40,7 +40,13 @@ class OrderCheck:
     def __call__(self) -> None:
         """Raises the same OrderError on all ranks, with the first call that differs."""
         new = self._new_calls()
-        tags = {name: [_tag(call) for call in new.get(name, ())] for name in self._names}
+        tags = {
+            name: [
+                (call.number, call.operation, call.num_elements, call.dtype, call.site)
+                for call in new.get(name, ())
+            ]
+            for name in self._names
+        }
         if not _are_alike(self._peers.gathered(tags)):
             self._find_difference(new)
         for name, calls in new.items():
@@ -82,7 +88,3 @@ def _are_alike(everyone: list[dict[str, list[Any]]]) -> bool:
     return all(
         len({str(of_rank[name]) for of_rank in everyone if name in of_rank}) == 1 for name in names
     )
-
-
-def _tag(call: Call) -> tuple[Any, ...]:
-    return call.number, call.operation, call.num_elements, call.dtype, call.site

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from titanlite.ranks.fork_server import set_environment
+from titanlite.ranks.fork_server import environment_restored
 from titanlite.ranks.turns import is_rank
 
 
@@ -91,7 +91,7 @@ def own_settings() -> Iterator[None]:
         return
     with contextlib.ExitStack() as undo:
         undo.enter_context(warnings.catch_warnings())
-        undo.callback(set_environment, {n: os.environ.get(n) for n in (*INTERFACES, RECORDER)})
+        undo.enter_context(environment_restored(*INTERFACES, RECORDER))
         undo.callback(setattr, sys, "excepthook", sys.excepthook)
         undo.callback(logging.getLogger(LOGGER).setLevel, logging.getLogger(LOGGER).level)
         undo.callback(_set_ignored, set(SAC_IGNORED_OPS))
@@ -129,13 +129,10 @@ def prepare_process(*, one_node: bool, num_recorded: int, num_threads: int) -> N
 @contextlib.contextmanager
 def environment(**variables: str) -> Iterator[None]:
     """Inside, these environment variables are set, unless the user has set them."""
-    before = {name: os.environ.get(name) for name in variables}
-    try:
+    with environment_restored(*variables):
         for name, value in variables.items():
             os.environ.setdefault(name, value)
         yield
-    finally:
-        set_environment(before)
 
 
 def ignore_when_saving(operators: Iterable[Any]) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlite.errors import TitanliteError
-from titanlite.ranks.hang_state import UNKNOWN, is_plumbing, shorten
+from titanlite.ranks.hang_state import UNKNOWN, is_plumbing, show_place
 from titanlite.ranks.report import UNEVEN, Call, Message
 from titanlite.ranks.turns import Happening, Turns
 
@@ -297,7 +297,7 @@ class ThreadGroup(_ProcessGroup):
             for own, _ in everyone:
                 for number, parts in enumerate(own):
                     for part, (_, given) in zip(parts, everyone, strict=True):
-                        _write(part, given[number])
+                        _write(part, given[number].reshape(part.shape))
 
         return self._join("all_gather", (outputs, inputs), inputs, compute, _flat(outputs))
 
@@ -310,18 +310,7 @@ class ThreadGroup(_ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> ThreadWork:
-        parts = [
-            list(output.view(self.size(), *_split(output, self.size())).unbind())
-            for output in outputs
-        ]
-
-        def compute(everyone: list[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
-            for own, _ in everyone:
-                for number, of_ranks in enumerate(own):
-                    for part, (_, given) in zip(of_ranks, everyone, strict=True):
-                        _write(part, given[number].reshape(part.shape))
-
-        return self._join("all_gather", (parts, inputs), inputs, compute, outputs)
+        return self.allgather([_parts(output, self.size()) for output in outputs], inputs, opts)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> ThreadWork:
         return self.all_gather_single_coalesced([output], [given], opts)
@@ -366,10 +355,7 @@ class ThreadGroup(_ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> ThreadWork:
-        parts = [
-            list(given.reshape(self.size(), *_split(given, self.size())).unbind())
-            for given in inputs
-        ]
+        parts = [_parts(given, self.size()) for given in inputs]
         flat = [output.view(part[0].shape) for output, part in zip(outputs, parts, strict=True)]
         return self.reduce_scatter(flat, parts, opts)
 
@@ -528,7 +514,7 @@ def user_site() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if not is_plumbing(file):
-            return f"{shorten(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return show_place(file, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return UNKNOWN
 
@@ -551,11 +537,12 @@ def _flat(nested: list[list[Tensor]]) -> list[Tensor]:
     return [tensor for inner in nested for tensor in inner]
 
 
-def _split(tensor: Tensor, parts: int) -> tuple[int, ...]:
-    """The shape of one of `parts` equal parts of a tensor, along dimension 0 or as a stack."""
-    if tensor.dim() and tensor.shape[0] % parts == 0:
-        return (tensor.shape[0] // parts, *tensor.shape[1:])
-    return (tensor.numel() // parts,)
+def _parts(tensor: Tensor, number: int) -> list[Tensor]:
+    """Equal parts of a tensor, along dimension 0 or as a stack."""
+    shape: tuple[int, ...] = (tensor.numel() // number,)
+    if tensor.dim() and tensor.shape[0] % number == 0:
+        shape = (tensor.shape[0] // number, *tensor.shape[1:])
+    return list(tensor.reshape(number, *shape).unbind())
 
 
 def _write(tensor: Tensor, value: Tensor) -> None:

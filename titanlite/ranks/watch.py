@@ -154,7 +154,8 @@ class Watch:
             return False
         if not is_communication_error(error):
             finished = f"failed with {type(error).__name__}: {error}".splitlines()[0]
-            self._leave(finished if _is_failure(error) else FINISHED)
+            is_failure = not isinstance(error, SystemExit | GeneratorExit)
+            self._leave(finished if is_failure else FINISHED)
             self._notices.settle_who_tells(error)
             return False
         self._error = error
@@ -240,11 +241,8 @@ class Watch:
 
     def _reason(self, stack: list[stacks.CodePlace]) -> str:
         """The timeout that expired, as text; "" if none did."""
-        if self._error is not None:
-            text = str(self._error)
-            if "imed out" in text or "imeout" in text:
-                return f"ranks waited {self._timeout_seconds:g} s ({self._timeout_key})"
-        if self._stands_still(stack):
+        text = "" if self._error is None else str(self._error)
+        if "imed out" in text or "imeout" in text or self._stands_still(stack):
             return f"ranks waited {self._timeout_seconds:g} s ({self._timeout_key})"
         return ""
 
@@ -415,10 +413,6 @@ def is_communication_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(
         re.search(r"gloo|NCCL|process group|Connection (closed|reset)", str(error))
     )
-
-
-def _is_failure(error: BaseException) -> bool:
-    return not isinstance(error, SystemExit | GeneratorExit)
 
 
 def _exchange_folder(place: Place) -> Path | None:

@@ -23,14 +23,6 @@ class PlainConfig:
     def seq_len(self) -> int:
         return self.image_height * self.image_width * self.image_channels
 
-    @property
-    def num_parameters(self) -> int:
-        block = self.dim + 2 * self.dim * self.hidden_dim
-        return self.num_layers * block + 2 * self.vocab_size * self.dim
-
-    def flops_per_token(self, seq_len: int) -> int:
-        return 6 * self.num_parameters
-
     def problems(self, dims: ParallelDims, seq_len: int) -> list[tuple[str, str]]:
         if self.hidden_dim % dims.tp:
             message = f"{dims.tp} does not divide model.hidden_dim {self.hidden_dim}"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rotary_model.config import RotaryConfig
-from rotary_model.model import RotaryModel
+from rotary_model.model import RotaryModel, SequenceParallelRotaryModel
+from rotary_model.plan import PLANS as ROTARY_PLANS
+
+from titanlite.parallelize.tensor_parallel.styles import EmbeddingLocal
 
 
 class TiedModel(RotaryModel):
@@ -22,3 +27,15 @@ class SequenceParallelTiedModel(TiedModel):
 
 class TiedModelPlacedApart(TiedModel):
     """The same, with a plan that replicates the table and cuts the output layer."""
+
+
+# As the rotary models, table and output layer by the vocabulary.
+BY_VOCABULARY = ROTARY_PLANS[RotaryModel]
+PLANS = {
+    TiedModel: BY_VOCABULARY,
+    SequenceParallelTiedModel: ROTARY_PLANS[SequenceParallelRotaryModel],
+    TiedModelPlacedApart: replace(
+        BY_VOCABULARY,
+        tensor_parallel={**BY_VOCABULARY.tensor_parallel, "tok_emb": EmbeddingLocal(None)},
+    ),
+}

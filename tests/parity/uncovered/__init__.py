@@ -1,7 +1,6 @@
 """Models with tensors that a plan does not name, registered by custom_import = "uncovered"."""
 
-from titanlite.models.spec import ModelSpec
-from titanlite.registry import MODELS
+from titanlite import register_model
 
 for name, build in (
     ("covered", "RotaryModel"),
@@ -21,11 +20,9 @@ for name, build in (
     ("drifting", "Drifting"),
     ("many_heads", "ManyHeads"),
 ):
-    MODELS.add(
-        ModelSpec(
-            name=name,
-            config="rotary_model.config:RotaryConfig",
-            build=f"uncovered.model:{build}",
-            plan="uncovered.plan:PLANS",
-        )
+    register_model(
+        name,
+        f"uncovered.model:{build}",
+        "rotary_model.config:RotaryConfig",
+        plan="uncovered.plan:PLANS",
     )

@@ -3,24 +3,18 @@
 Registered by custom_import = "wide_model".
 """
 
-from titanlite.data.spec import DatasetSpec
-from titanlite.models.spec import ModelSpec
-from titanlite.registry import DATASETS, MODELS
+from titanlite import register_dataset, register_model
 
-MODELS.add(
-    ModelSpec(
-        name="wide",
-        config="wide_model.sizes:WideConfig",
-        build="wide_model.model:WideModel",
-        plan="wide_model.plan:PLANS",
-    )
+register_model(
+    "wide",
+    "wide_model.model:WideModel",
+    "wide_model.sizes:WideConfig",
+    plan="wide_model.model:PLANS",
 )
-DATASETS.add(
-    DatasetSpec(
-        "weighted",
-        "random tokens, each with a weight and a number, each sequence with a label",
-        build="wide_model.data:build",
-        fields={"targets": 0, "weights": 0, "levels": 0, "label": None},
-        loss="wide_model.data:WEIGHTED",
-    )
+register_dataset(
+    "weighted",
+    "wide_model.data:build",
+    description="random tokens, each with a weight and a number, each sequence with a label",
+    fields={"targets": 0, "weights": 0, "levels": 0, "label": None},
+    loss="wide_model.data:WEIGHTED",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rotary_model.model import RotaryModel
+from rotary_model.plan import PLANS as ROTARY_PLANS
 from torch import Tensor
 
 
@@ -28,3 +29,7 @@ class WideModel(RotaryModel):
             return x
         assert label is not None
         return self.output(x) * (1 + label[:, None, None])
+
+
+# As the rotary model is cut, without sequence parallelism.
+PLANS = {WideModel: ROTARY_PLANS[RotaryModel]}

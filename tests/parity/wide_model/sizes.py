@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titanlite.mesh.parallel_dims import ParallelDims
-
 
 @dataclass(frozen=True)
 class WideConfig:
@@ -18,22 +16,9 @@ class WideConfig:
     num_kv_heads: int = 2
     vocab_size: int = 17
 
-    num_parameters = 1
-
     @property
     def head_dim(self) -> int:
         return self.dim // self.num_heads
-
-    @property
-    def module_names(self) -> tuple[str, ...]:
-        blocks = (f"layers.{index}" for index in range(self.num_layers))
-        return ("tok_emb", *blocks, "norm", "output")
-
-    def flops_per_token(self, seq_len: int) -> int:
-        return 6 * seq_len
-
-    def problems(self, dims: ParallelDims, seq_len: int) -> list[tuple[str, str]]:
-        return []
 
 
 FLAVORS = {"small": WideConfig()}

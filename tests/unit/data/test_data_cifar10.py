@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from titanlite.data.images.build import build_dataset
-from titanlite.data.images.cifar10 import load_plain_pickle
+from titanlite.data.images.cifar10 import build_cifar10, load_plain_pickle
 from titanlite.data.spec import Dataset
 from titanlite.errors import ConfigError
 
@@ -47,7 +46,7 @@ def write_binary(folder: Path) -> Path:
 
 def build(path: Path | str, split: str = "train", **changes: Any) -> Dataset:
     shape = {"height": 32, "width": 32, "channels": 3, "vocab_size": 256, **changes}
-    return build_dataset("cifar10", path=str(path), split=split, seed=0, **shape)
+    return build_cifar10(path=str(path), split=split, seed=0, **shape)
 
 
 @pytest.mark.parametrize("write", [write_python, write_binary])
@@ -80,17 +79,7 @@ def test_a_missing_folder_is_named_with_the_files_looked_for(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="put data_batch_1 to 5"):
         build(tmp_path)
     with pytest.raises(ConfigError, match=r"^validation.dataset_path: .* put test_batch "):
-        build_dataset(
-            "cifar10",
-            path=str(tmp_path / "nowhere"),
-            path_key="validation.dataset_path",
-            split="validation",
-            seed=0,
-            height=32,
-            width=32,
-            channels=3,
-            vocab_size=256,
-        )
+        build(tmp_path / "nowhere", "validation", path_key="validation.dataset_path")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x02}q\x00.", b"not a pickle", b"\x80\x02K\x01."])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from titanlite.data.catalog import DATASETS
-from titanlite.data.images.build import build_dataset
 from titanlite.data.images.photos import load_photo_regions, load_photos
 from titanlite.data.images.pixels import pixels_to_tokens
 from titanlite.data.spec import Dataset, DatasetSpec
@@ -23,7 +22,7 @@ SHAPES = {
 
 
 def build(name: str, split: str = "train", seed: int = 0, **changes: int) -> Dataset:
-    return build_dataset(name, split=split, seed=seed, **{**SHAPES[name], **changes})
+    return DATASETS[name].builder(split=split, seed=seed, **{**SHAPES[name], **changes})
 
 
 def rows(dataset: Dataset, count: int, first: int = 0) -> torch.Tensor:
@@ -153,11 +152,6 @@ def test_a_crop_that_does_not_fit_is_refused() -> None:
         "model.image_width: 65 is larger than the validation part of the photographs; "
         "use at most 64",
     )
-
-
-def test_digits_of_another_size_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^model.image_width: digits has images of 8x8, not 9;"):
-        build("digits", width=9)
 
 
 def test_a_data_set_is_registered_under_a_name_of_its_own() -> None:

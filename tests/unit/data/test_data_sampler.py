@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanlite.data.images.build import build_dataset
+from titanlite.data.images.digits import build_digits
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once
 from titanlite.data.spec import Dataset
 from titanlite.errors import ConfigError
@@ -49,7 +49,7 @@ def test_the_union_over_ranks_is_the_next_global_batch(
 
 
 def test_real_data_come_alike_under_every_plan() -> None:
-    digits = build_dataset("digits", seed=5, height=8, width=8, channels=1, vocab_size=17)
+    digits = build_digits("train", seed=5, channels=1, vocab_size=17)
     reference = global_batches(digits, 1, 12)
     for dp_degree, local_batch_size in plans(12):
         assert torch.equal(global_batches(digits, dp_degree, local_batch_size), reference)

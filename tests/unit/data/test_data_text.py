@@ -28,7 +28,7 @@ from titanlite.data.keyed_random import Permutation
 from titanlite.data.sampler import GlobalBatchSampler
 from titanlite.data.text import corpus, documents
 from titanlite.data.text.documents import python_manual, read_documents, split_long
-from titanlite.data.text.packed import PackedText, Stream, number_documents
+from titanlite.data.text.packed import PackedText, Stream
 from titanlite.data.text.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.errors import ConfigError
 from titanlite.models.llama3.config import FLAVORS
@@ -176,12 +176,6 @@ def test_all_plans_read_the_same_global_batch():
     for dp_degree, local in ((2, 4), (4, 1), (8, 1)):
         part = batch(dp_degree, local)
         assert all(torch.equal(part[name], whole[name]) for name in whole)
-
-
-def test_documents_are_numbered_within_the_sequence():
-    fields = number_documents(np.array([7, END, END, 7, 7]), END)
-    assert fields["documents"].tolist() == [0, 0, 1, 2, 2]
-    assert fields["positions"].tolist() == [0, 1, 0, 0, 1]
 
 
 # Python's manual.

@@ -16,7 +16,6 @@ from titanlite.errors import ConfigError
 from titanlite.observe.metrics import (
     MetricsLog,
     StepRecord,
-    check_extras,
     mfu,
     peak_flops_per_second,
     peak_memory_bytes,
@@ -254,26 +253,6 @@ def test_wandb_gets_every_figure_and_the_config(
     assert calls[1][2] == 1
     assert calls[1][1]["loss"] == 2.5
     assert calls[2:] == [("finish",)]
-
-
-def test_a_missing_writer_is_refused_with_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for package in ("tensorboard", "wandb"):
-        monkeypatch.delitem(sys.modules, package, raising=False)
-    check_extras(enable_tensorboard=False, enable_wandb=False)
-    with pytest.raises(ConfigError) as caught:
-        check_extras(enable_tensorboard=True, enable_wandb=True)
-    assert caught.value.problems == (
-        "metrics.enable_tensorboard: the package tensorboard is not installed; "
-        "pip install 'titanlite[tensorboard]' or set it to false",
-        "metrics.enable_wandb: the package wandb is not installed; "
-        "pip install 'titanlite[wandb]' or set it to false",
-    )
-    with pytest.raises(ConfigError, match=r"^metrics.enable_wandb"):
-        MetricsLog(tmp_path / "out", enable_wandb=True)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,10 @@ def run_badly(place: Place, misbehave: Callable[[Any, Any, bool], None]) -> None
         misbehave(dist, mesh, world.rank == BAD_RANK)
 
 
-def zeros(count: int, dtype: str = "float32") -> Any:
+def zeros(count: int) -> Any:
     import torch
 
-    return torch.zeros(count, dtype=getattr(torch, dtype))
+    return torch.zeros(count)
 
 
 def fall_asleep(dist: Any, mesh: Any, is_bad: bool) -> None:
@@ -97,18 +97,6 @@ def skip(dist: Any, mesh: Any, is_bad: bool) -> None:
 
 def give_another_shape(dist: Any, mesh: Any, is_bad: bool) -> None:
     dist.all_reduce(zeros(1000 if is_bad else 500))
-
-
-def give_another_dtype(dist: Any, mesh: Any, is_bad: bool) -> None:
-    dist.all_reduce(zeros(1000, "float64" if is_bad else "float32"))
-
-
-def call_another_operation(dist: Any, mesh: Any, is_bad: bool) -> None:
-    if is_bad:
-        dist.broadcast(zeros(64), 0)
-    else:
-        dist.all_reduce(zeros(64))
-    dist.all_reduce(zeros(4))
 
 
 def swap(dist: Any, mesh: Any, is_bad: bool) -> None:
@@ -179,14 +167,6 @@ SLOW: dict[Callable[..., None], tuple[str, ...]] = {
     be_stopped: (
         "rank 2: is stopped by a signal (process ",
         "rank 3 (dp_shard 1, tp 1) is waiting for rank 2 in all_reduce 3 over tp",
-    ),
-    give_another_dtype: (
-        "rank 2: at collective 1 over the world it called all_reduce of 1,000 float64",
-        "; ranks 0, 1, 3 called all_reduce of 1,000 float32",
-    ),
-    call_another_operation: (
-        "rank 2: at collective 1 over the world it called broadcast of 64 float",
-        "; ranks 0, 1, 3 called all_reduce of 64 float32",
     ),
     swap: (
         "rank 2: at collective 1 over the world it called broadcast of 4 float32",

@@ -34,6 +34,7 @@ def build_cifar10(
     channels: int,
     vocab_size: int,
     path_key: str = "training.dataset_path",
+    **_: Any,
 ) -> StoredSequences:
     """CIFAR-10 as tokens: the five training batches, or the test batch for validation.
 

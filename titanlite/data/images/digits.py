@@ -7,6 +7,7 @@ Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI
 from __future__ import annotations
 
 import gzip
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,9 @@ def load_digit_images(split: str) -> np.ndarray:
     return pixels[held_out if split == "validation" else ~held_out]
 
 
-def build_digits(split: str, *, seed: int, channels: int, vocab_size: int) -> StoredSequences:
+def build_digits(
+    split: str, *, seed: int, channels: int, vocab_size: int, **_: Any
+) -> StoredSequences:
     """The digits as tokens; each training epoch is shuffled by (seed, epoch)."""
     tokens = pixels_to_tokens(
         load_digit_images(split), levels=LEVELS, channels=channels, vocab_size=vocab_size

@@ -6,6 +6,8 @@ crops of the rest. No pixel is in both, and two strips per picture resemble the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from PIL import Image
@@ -61,7 +63,7 @@ def load_photo_regions(split: str) -> list[np.ndarray]:
 
 
 def build_photos(
-    split: str, *, seed: int, height: int, width: int, channels: int, vocab_size: int
+    split: str, *, seed: int, height: int, width: int, channels: int, vocab_size: int, **_: Any
 ) -> RandomCrops | StoredSequences:
     """Random crops for training, or the fixed tiles for validation, in a fixed shuffled order.
 

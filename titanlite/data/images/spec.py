@@ -109,7 +109,6 @@ class ImageSpec(DatasetSpec):
         assert shape is not None
         height, width, channels = shape
         return self.builder(
-            name=self.name,
             height=height,
             width=width,
             channels=channels,
@@ -133,12 +132,10 @@ def shape_of(model: Any) -> tuple[int, int, int] | None:
     return height, width, channels
 
 
-BUILD = "titanlite.data.images.build:build_dataset"
-
 DIGITS = ImageSpec(
     "digits",
     "1,797 handwritten digits bundled with scikit-learn",
-    BUILD,
+    "titanlite.data.images.digits:build_digits",
     height=8,
     width=8,
     channels=1,
@@ -147,7 +144,7 @@ DIGITS = ImageSpec(
 PHOTOS = ImageSpec(
     "photos",
     "random crops of the two photographs bundled with scikit-learn",
-    BUILD,
+    "titanlite.data.images.photos:build_photos",
     channels=3,
     vocab_size=256,
     max_height=427,
@@ -157,7 +154,7 @@ PHOTOS = ImageSpec(
 CIFAR10 = ImageSpec(
     "cifar10",
     "CIFAR-10 from a local folder of its python or binary files",
-    BUILD,
+    "titanlite.data.images.cifar10:build_cifar10",
     height=32,
     width=32,
     channels=3,
@@ -167,5 +164,5 @@ CIFAR10 = ImageSpec(
 SYNTHETIC = ImageSpec(
     "synthetic",
     "generated patterns of any shape and vocabulary, for tests",
-    BUILD,
+    "titanlite.data.images.synthetic:build_synthetic",
 )

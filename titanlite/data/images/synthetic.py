@@ -6,6 +6,8 @@ determine the following ones, so a model's loss falls far below ln(vocab_size).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -51,7 +53,7 @@ class SyntheticImages:
 
 
 def build_synthetic(
-    split: str, *, seed: int, height: int, width: int, channels: int, vocab_size: int
+    split: str, *, seed: int, height: int, width: int, channels: int, vocab_size: int, **_: Any
 ) -> SyntheticImages:
     """Endless patterns for training, or 256 fixed ones for validation."""
     validation = split == "validation"

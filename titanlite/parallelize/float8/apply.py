@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from titanlite.errors import TitanliteError
 from titanlite.modules.names import canonical_name
@@ -28,7 +27,7 @@ from titanlite.parallelize.float8.linear import (
 )
 from titanlite.parallelize.float8.torchao import find_recipe, load_torchao
 from titanlite.parallelize.plan import ParallelPlan, match_modules
-from titanlite.parallelize.tensor_parallel.styles import GatherColwise, RowwiseLocal
+from titanlite.parallelize.tensor_parallel.apply import BY_ROWS, weight_placements
 
 AUTO_FILTER = "auto_filter_small_kn"
 """The entry of filter_fqns that selects torchao's own filter of layers too small to gain."""
@@ -153,28 +152,20 @@ def refused_shapes(model: nn.Module, plan: ParallelPlan, chosen: Sequence[str], 
     styles = {**plan.tensor_parallel, **plan.loss_parallel}
     for pattern, style in styles.items():
         for name in match_modules(model, pattern):
-            for layer, dim in _cut_layers(name, style):
+            for layer, how in weight_placements(name, model.get_submodule(name), style).items():
                 if layer not in chosen:
                     continue
                 linear = model.get_submodule(layer)
                 assert isinstance(linear, nn.Linear)
-                size = (linear.out_features, linear.in_features)[dim]
+                is_by_rows = how == BY_ROWS
+                size = linear.out_features if is_by_rows else linear.in_features
                 if size % (MULTIPLE * tp):
-                    what = ("output", "input")[dim]
+                    what = "output" if is_by_rows else "input"
                     return (
                         f"{compact([layer])[0]} has {size} {what} features; split over {tp} ranks "
                         f"they are not a multiple of {MULTIPLE}, which float8 units require"
                     )
     return ""
-
-
-def _cut_layers(name: str, style: ParallelStyle) -> list[tuple[str, int]]:
-    """The linear layers that a style shards in the module `name`, with the dimension of each."""
-    if isinstance(style, GatherColwise):
-        return [(f"{name}.{layer}" if name else layer, 0) for layer in style.layers]
-    if isinstance(style, ColwiseParallel):
-        return [(name, 0)]
-    return [(name, 1)] if isinstance(style, RowwiseParallel | RowwiseLocal) else []
 
 
 def _groups_of(mesh: DeviceMesh) -> Groups:

@@ -264,7 +264,7 @@ def check_tied_placements(
     for pattern, style in _styles_of(plan, loss_parallel).items():
         for name, module in match_modules(model, pattern).items():
             used = _style_of_short_table(module, style, num_ranks) or style
-            for layer, how in _weight_placements(name, module, used).items():
+            for layer, how in weight_placements(name, module, used).items():
                 placed[f"{layer}.weight"] = how, type(used).__name__
             if not isinstance(used, KNOWN_STYLES):
                 unknown.append(f"{name}." if name else "")
@@ -283,19 +283,22 @@ def check_tied_placements(
             )
 
 
-def _weight_placements(name: str, module: nn.Module, style: ParallelStyle) -> dict[str, str]:
+BY_ROWS = "sharded by rows"
+
+
+def weight_placements(name: str, module: nn.Module, style: ParallelStyle) -> dict[str, str]:
     """Layer -> how a style places its weight, in words, for the styles that shard weights."""
     if isinstance(style, GatherColwise):
-        return {f"{name}.{layer}" if name else layer: "sharded by rows" for layer in style.layers}
+        return {f"{name}.{layer}" if name else layer: BY_ROWS for layer in style.layers}
     if isinstance(style, EmbeddingLocal):
         return {name: "replicated"}
     if isinstance(style, EmbeddingRowwise):
-        return {name: "sharded by rows"}
+        return {name: BY_ROWS}
     rows = isinstance(
         style, RowwiseParallel if isinstance(module, nn.Embedding) else ColwiseParallel
     )
     if isinstance(style, ColwiseParallel | RowwiseParallel | RowwiseLocal):
-        return {name: "sharded by rows" if rows else "sharded by columns"}
+        return {name: BY_ROWS if rows else "sharded by columns"}
     return {}
 
 

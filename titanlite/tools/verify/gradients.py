@@ -139,7 +139,7 @@ def _right_copies(e: Evidence, wrong: list[str]) -> Iterator[str]:
         )
 
 
-def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
+def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[Explained]:
     """Gradients that are correct once summed over an axis."""
     by_axis: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in wrong:

@@ -106,8 +106,6 @@ def plans_of(
             for grid in grids
             if all(start.get(axis, n) == n for axis, n in zip(AXES, grid, strict=True))
         ]
-        if not fitting:
-            return {}
         # Without the axis of a feature in `start` no draw would be legal.
         for name, value in start.items():
             if (one := VARIATIONS.get(name)) is not None and one.needs:
@@ -253,7 +251,7 @@ def run_matrix(
     todo = [choice for choice in choices[:limit] if _key(choice) not in agreed]
     num_done = sum(_key(choice) in agreed for choice in choices)
     print(
-        f"{len(choices)} plans contain all {_count_pairs(choices)} legal pairs "
+        f"{len(choices)} plans contain all {len(set().union(*map(pairs, choices)))} legal pairs "
         f"of {len(features)} features; {num_done} are done, {len(todo)} to run",
         file=out,
         flush=True,
@@ -355,10 +353,6 @@ def name_of(choice: Mapping[str, Any]) -> str:
 def _key(choice: Mapping[str, Any]) -> str:
     text = json.dumps(choice, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _count_pairs(choices: Sequence[Choice]) -> int:
-    return len(set().union(*map(pairs, choices)))
 
 
 def _result(choice: Choice, found: Verification, num_ranks: int, steps: int) -> dict[str, Any]:

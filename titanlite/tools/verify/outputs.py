@@ -181,10 +181,14 @@ def _argument(
 
 
 def hookable(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that can have hooks; those inside a compiled module are part of its graph."""
+    """The modules that can have hooks; those inside a compiled module are part of its graph.
+
+    An Identity is none: it gives what it receives, and may stand for a module of another stage.
+    """
     compiled: list[str] = []
     for name, module in part.named_modules():
-        if not any(name.startswith(prefix) for prefix in compiled):
+        is_inside = any(name.startswith(prefix) for prefix in compiled)
+        if not is_inside and not (name and isinstance(module, nn.Identity)):
             yield name, module
             if isinstance(module, OptimizedModule):
                 compiled.append(f"{name}." if name else "")

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from titanlite import pickles
 from titanlite.errors import RankError, TitanliteError
-from titanlite.ranks.launch import Place, Ranks, not_done, spawn
+from titanlite.ranks.launch import Place, Ranks, spawn
 from titanlite.ranks.machine import check_local_ranks, needs_threads
 
 if TYPE_CHECKING:
@@ -59,7 +58,8 @@ class RankPool:
         self.timeout_seconds = timeout_seconds
         self._ranks: Ranks | None = None
         self._num_calls = 0
-        self._is_busy = False
+        self.is_busy = False
+        """Whether a call was submitted whose results have not been taken."""
 
     def __enter__(self) -> RankPool:
         return self
@@ -72,21 +72,12 @@ class RankPool:
 
         Returns before the ranks are ready, so that the caller can do other work meanwhile.
         """
-        self._started()
-
-    def _started(self) -> Ranks:
         if self._num_calls == CALLS_A_START:
             self.close()
         if self._ranks is None:
             self._num_calls = 0
             serve = functools.partial(_serve, device_type=self.device_type)
             self._ranks = Ranks(serve, self.num_ranks, self.max_ranks)
-        return self._ranks
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a call was submitted whose results have not been taken."""
-        return self._is_busy
 
     def call(
         self, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
@@ -104,32 +95,25 @@ class RankPool:
 
         It waits at most for the timeout, from when it is called.
         """
-        assert not self._is_busy
-        ranks = self._started()
+        assert not self.is_busy
+        self.start()
+        assert self._ranks is not None
         self._num_calls += 1
-        self._is_busy = True
+        self.is_busy = True
         message = pickles.dumps((function, args, kwargs))
         for rank in range(self.num_ranks):
-            ranks.send(rank, message)
+            self._ranks.send(rank, message)
         return self._results
 
     def _results(self) -> list[Any]:
-        ranks = self._ranks
-        assert ranks is not None
-        assert self._is_busy
-        self._is_busy = False
-        answers: dict[int, bytes] = {}
-        deadline = time.monotonic() + self.timeout_seconds
+        assert self._ranks is not None
+        assert self.is_busy
+        self.is_busy = False
         try:
-            while pending := set(range(self.num_ranks)) - set(answers):
-                received = ranks.receive(pending, deadline)
-                if not received:
-                    raise not_done(pending, self.timeout_seconds)
-                answers.update(received)
+            return self._ranks.receive_all(self.timeout_seconds)
         except BaseException:
             self.close(now=True)
             raise
-        return [pickles.loads(answers[rank]) for rank in range(self.num_ranks)]
 
     def dismiss(self) -> None:
         """Let the processes end; `close` waits for them."""
@@ -139,7 +123,7 @@ class RankPool:
     def close(self, *, now: bool = False) -> None:
         """End the processes: at once with `now`, else after each has left its process group."""
         ranks, self._ranks = self._ranks, None
-        self._is_busy = False
+        self.is_busy = False
         if ranks is not None:
             if now:
                 ranks.terminate()
@@ -159,12 +143,12 @@ class ThreadPool(RankPool):
         self, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[], list[T]]:
         """Prepare a call; it runs when its results are asked for."""
-        assert not self._is_busy
+        assert not self.is_busy
         self.start()
-        self._is_busy = True
+        self.is_busy = True
 
         def run() -> list[T]:
-            self._is_busy = False
+            self.is_busy = False
             most = self.max_ranks
             arguments = (function, args, kwargs)
             return spawn(_on_thread, self.num_ranks, *arguments, max_ranks=most, threads=True)

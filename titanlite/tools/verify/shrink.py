@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from titanlite.config import JobConfig, Reading, make_model_config, override, resolve_job
@@ -47,25 +47,15 @@ def read_small(
 
 def shrink(config: JobConfig) -> tuple[JobConfig, list[str]]:
     """`config` with small sizes and generated data, and each change in words."""
-    small = override(config, generated(config))
-    for changes in _batch_changes(config):
-        if (changed := _try(small, changes)) is not None:
-            small = changed
-            break
+    small = _first(override(config, generated(config)), _batch_changes(config))
     sizes = make_model_config(config)
     for field in dataclasses.fields(sizes):
-        value = getattr(sizes, field.name)
+        value, key = getattr(sizes, field.name), f"model.{field.name}"
         if type(value) is int:
-            for smaller in _smaller(field.name, value):
-                changed = _try(small, {f"model.{field.name}": smaller})
-                if changed is not None:
-                    small = changed
-                    break
+            small = _first(small, ({key: smaller} for smaller in _smaller(field.name, value)))
     if own_length(sizes) is None:
-        for shorter in _smaller("seq_len", resolve_job(config).seq_len):
-            if (changed := _try(small, {"training.seq_len": shorter})) is not None:
-                small = changed
-                break
+        lengths = _smaller("seq_len", resolve_job(config).seq_len)
+        small = _first(small, ({"training.seq_len": shorter} for shorter in lengths))
     return small, _message_of(config, small)
 
 
@@ -96,6 +86,12 @@ def _batch_changes(config: JobConfig) -> Iterator[dict[str, Any]]:
         if dims.pp_enabled and micro > 1:
             changes["parallelism.pipeline_parallel_microbatch_size"] = 1
         yield changes
+
+
+def _first(config: JobConfig, candidates: Iterable[Mapping[str, Any]]) -> JobConfig:
+    """`config` with the first changes that its checks accept; unchanged if they accept none."""
+    tried = (_try(config, changes) for changes in candidates)
+    return next((changed for changed in tried if changed is not None), config)
 
 
 def _try(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig | None:

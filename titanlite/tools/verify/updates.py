@@ -128,14 +128,23 @@ def explain_buffers(e: Evidence) -> Iterator[str]:
             if name in run.steps[e.step].buffers:
                 values[name].add(run.steps[e.step].buffers[name].digest)
     apart = [name for name in wrong if len(values[name]) > 1]
+    right = [
+        run.rank
+        for run in e.runs
+        if all(
+            run.steps[e.step].buffers[n].error == 0 for n in apart if n in run.steps[e.step].buffers
+        )
+    ]
+    agree = f" (those of {listed([f'rank {rank}' for rank in right], 3)} agree)" if right else ""
     how = (
-        f"ranks hold different values of {listed(apart, 3)}"
+        f"ranks hold different values of {listed(apart, 3)}{agree}"
         if apart
         else "all ranks hold the same wrong values"
     )
     yield (
         f"buffers differ from those of one process after step {e.step}: {listed(wrong, 3)}; {how}. "
-        "Reduce batch statistics kept in a buffer over all ranks that read the batch"
+        "What a buffer keeps of the batch must reach all ranks that read it: reduce statistics, "
+        "gather rows, in the order of the batch"
     )
 
 

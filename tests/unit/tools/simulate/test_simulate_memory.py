@@ -47,33 +47,6 @@ def test_sizes_have_the_defaults_of_a_plain_model():
     assert nothing.peak_memory == [0, 0]
 
 
-def fully_sharded(work):
-    return work.batch, work.stage
-
-
-def test_gradients_of_fsdp_go_to_the_keeper_and_are_freed():
-    network = Network(Link(1, 0))
-    costs = Costs(network=network, reduce_gradients=True, **SIZES)
-    simulation = simulate(2, 2, 2, fully_sharded, costs=costs)
-    first, second = simulation.reductions
-    assert (first.stage, second.stage, second.end) == (1, 0, simulation.makespan)
-    before = [dict(simulation.memory.curve(worker)) for worker in range(2)]
-    assert [max(sizes[1] for sizes in held.values()) for held in before] == [10, 10]
-    # Worker 0 has sent its gradient of stage 1, and keeps that of stage 0, which it stores.
-    assert list(before[0].values())[-1] == (3, 5, 7, 0, 0)
-    assert min(at for at, sizes in before[0].items() if at and sizes[1] == 5 and sizes[3] == 0) == (
-        first.end
-    )
-
-
-def test_a_split_backward_has_no_gradient_before_its_weight_part():
-    schedule = make_schedule("ZB-H1", 2, 2)
-    simulation = simulate_schedule(schedule, Costs(weight_units=1))
-    starts = {cell[3:]: cell.start for cell in simulation.cells}
-    grown = [at for at, sizes in simulation.memory.curve(1) if sizes[1]]
-    assert grown[0] == min(starts[1, batch, W] for batch in range(2)) > starts[1, 0, B]
-
-
 placements = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=18, max_size=18)
 
 

@@ -96,6 +96,12 @@ class Built:
         loss.backward()
         return number_of(loss, "loss")
 
+    def forget_gradients(self) -> None:
+        """Of all parameters, those that the optimizer does not have too."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for module in self.modules:
+            module.zero_grad(set_to_none=True)
+
     def clip(self) -> float:
         """Call the caller's `clip`; returns the gradient norm, 0 without one."""
         if self.request.clip is None:

@@ -26,7 +26,12 @@ from titanlite.tools.verify.differences import (
 )
 from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools, must_run
-from titanlite.tools.verify.program.findings import PartEvidence, conclude, describe_event
+from titanlite.tools.verify.program.findings import (
+    PartEvidence,
+    are_local,
+    conclude,
+    describe_event,
+)
 from titanlite.tools.verify.program.grid import make_grid
 from titanlite.tools.verify.program.request import Request, Split, check, pack
 from titanlite.tools.verify.record import (
@@ -318,6 +323,7 @@ class _Judging:
         self._judge_pending()
         names = {name for run in self.runs for name in run.placements}
         found.splits = [split for split in unequal_replicas(self.runs) if split.name in names]
+        self._judge_local()
         found.look_at_traffic(self.runs)
         if not found.agrees:
             found.findings = list(found.problems)
@@ -348,9 +354,7 @@ class _Judging:
                 f"{who} {be(who)} still Partial at the optimizer step, but the weights and the "
                 "optimizer state agree after it: the optimizer reduces them itself"
             )
-            found.failures = [
-                f for f in found.failures if f.kind != "gradient" or f.name not in reduced
-            ]
+            self._leave_to_the_step(reduced)
         first = found.failures[0].step if found.failures else 0
         wrong = {f.name for f in found.failures if f.kind == "gradient" and f.step == first}
         if names := names - reduced - wrong:
@@ -360,6 +364,24 @@ class _Judging:
                 "correct: an optimizer that reduces it would get a wrong gradient. Give it the "
                 "placements of its parameter before the optimizer step"
             )
+
+    def _judge_local(self) -> None:
+        """Judge gradients of each rank's own part by the weights, which agree after every step."""
+        found = self.found
+        kinds = {failure.kind for failure in found.failures}
+        if kinds == {"gradient"} and not found.splits and are_local(self._evidence()):
+            self._leave_to_the_step({failure.name for failure in found.failures})
+            found.notes.append(
+                "the gradients are each rank's own at the optimizer step, but the weights agree "
+                "after every step: the optimizer's step reduces them itself"
+            )
+
+    def _leave_to_the_step(self, names: set[str]) -> None:
+        """Judge these gradients no longer, since the step itself completes them."""
+        for of_step in self.found.differences:
+            for name in names:
+                of_step.pop(("gradient", name), None)
+        self.found.judge(self.found.tolerance)
 
     def _note_not_compared(self) -> None:
         """Note what was left out, or has a layout or a shape that fits nothing."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.pipelining import stage
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,7 +69,7 @@ class Events(Outputs):
             self._depth += 1
             if self._depth == 1:
                 # A forward pass without gradients, such as a validation, is no part of training.
-                self._is_validation = not torch.is_grad_enabled()
+                self._is_validation = not torch.is_grad_enabled() or _infers_shapes()
             if self._is_validation:
                 return None
         with self._own_code():
@@ -235,6 +236,17 @@ def _can_be_aliased(value: Tensor) -> bool:
     if not value.requires_grad or not torch.is_grad_enabled():
         return False
     return type(value) is DTensor or (type(value) is Tensor and not value.__dict__)
+
+
+def _infers_shapes() -> bool:
+    """Whether torch's PipelineStage calls the module on memory without values, to learn shapes."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == stage.__file__ and "inference" in code.co_name:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _line_of_caller() -> str:

@@ -128,6 +128,27 @@ def describe_event(event: str) -> str:
     return f"the input of {name}" if argument == "input" else f"the input {argument} of {name}"
 
 
+def are_local(e: PartEvidence) -> bool:
+    """Whether the wrong gradients are each rank's own, though the step keeps the replicas equal.
+
+    Then the optimizer's step exchanges them, or what it makes of them.
+    """
+    wrong = e.failed("gradient")
+    local = {name for found in missing_sums(e, wrong) for name in found.names}
+    apart = {split.name for split in e.found.splits if split.step <= e.step}
+    return bool(wrong) and local == set(wrong) and not local & apart
+
+
+def explain_step_of_local_gradients(e: PartEvidence) -> Iterator[str]:
+    if are_local(e) and e.failed("weight"):
+        yield (
+            "each rank's gradients are its own, as if their sum were missing, but after the step "
+            "the weights are equal on all ranks: the optimizer's step exchanges them. The weights "
+            "are not those of one process, so what the step does with them is wrong: look at the "
+            "sign and the scale of the update, and at what it averages"
+        )
+
+
 def explain_start_of_code(e: PartEvidence) -> Iterator[str]:
     for sentence in explain_start(e):
         yield (
@@ -379,6 +400,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_recomputation,),
     (explain_forward,),
     (explain_ties,),
+    (explain_step_of_local_gradients,),
     (explain_parts,),
     (explain_logarithm,),
     (explain_loss_of_code,),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,19 +155,14 @@ class _Measuring:
             if self.perturbed:
                 perturbation.perturb(built.own_parameters.values())
                 part = perturbation.inputs(part)
-            watch = None
-            looks = self.traces and self.watched is None
-            if looks and step == min(2, len(parts)) and not built.is_compiled:
-                watch = StepWatch(subject.groups, built.own_parameters, [part])
+            is_seen = step == min(2, len(parts)) and not built.is_compiled
+            looks = is_seen and self.traces and self.watched is None
+            watch = StepWatch(subject.groups, built.own_parameters, [part]) if looks else None
             kept = Events()
-            with contextlib.ExitStack() as exits:
-                if request.modules:
-                    modules, is_whole = subject.modules, subject.is_whole
-                    exits.enter_context(recorded(modules, is_whole, built.name_of, kept))
-                if step == self.watched:
-                    exits.enter_context(Watch(kept))
-                if watch:
-                    exits.enter_context(watch.seeing())
+            with (
+                self._observing(subject, built, kept, step),
+                watch.seeing() if watch else nullcontext(),
+            ):
                 run.losses.append(built.run_step(part))
             perturbation.restore()
             if step == self.watched:
@@ -179,7 +175,7 @@ class _Measuring:
                 trace = self._trace(tracer, kept, known, found, step, part, digest)
                 if trace is not None:
                     run.traces[step] = trace
-            with watch.seeing() if watch else contextlib.nullcontext():
+            with watch.seeing() if watch else nullcontext():
                 found.norm = built.clip()
                 built.optimizer.step()
             if watch:
@@ -190,10 +186,19 @@ class _Measuring:
                 found.state = subject.compare_state(known["state"])
             found.buffers = self._compare_buffers(subject, known["buffers"], run)
             run.steps.append(found)
-            built.optimizer.zero_grad(set_to_none=True)
-            for module in built.modules:
-                module.zero_grad(set_to_none=True)
+            built.forget_gradients()
         return run
+
+    @contextlib.contextmanager
+    def _observing(self, subject: Subject, built: Built, kept: Events, step: int) -> Iterator[None]:
+        """Inside, `kept` records what modules receive and return; with lines in a watched step."""
+        with contextlib.ExitStack() as exits:
+            if self.request.modules:
+                modules, is_whole = subject.modules, subject.is_whole
+                exits.enter_context(recorded(modules, is_whole, built.name_of, kept))
+            if step == self.watched:
+                exits.enter_context(Watch(kept))
+            yield
 
     def _compare_buffers(
         self, subject: Subject, known: Mapping[str, Tensor], run: CodeRun
