@@ -20,17 +20,8 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), *(ROOT / "models").rglob("*.py")])
 
 FLOORS = (
-    (
-        "errors",
-        "fields",
-        "files",
-        "lazy",
-        "pickles",
-        "quantities",
-        "plan_row",
-        "registry",
-        "version",
-    ),
+    ("version", "errors", "fields", "files", "lazy", "pickles"),
+    ("quantities", "plan_row", "registry"),
     ("mesh", "schedule"),
     # What a feature tells of itself without torch.
     ("parallelize.feature", "parallelize.*.spec", "parallelize.compile.backends"),

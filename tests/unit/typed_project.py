@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,21 +16,12 @@ from titanlite.callbacks import Event
 from titanlite.tools.verify import Comparison
 
 
-@dataclass
-class Sizes:
-    width: int = 8
-
-
-class Model(nn.Module):
+class Model(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.up(x)) @ self.down.weight.T
+        super().__init__(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
 
 
-PLAN = ParallelPlan({"up": ColwiseParallel(), "down": RowwiseParallel()}, blocks="")
+PLAN = ParallelPlan({"0": ColwiseParallel(), "2": RowwiseParallel()}, blocks="")
 
 
 def parallel(mesh: DeviceMesh) -> nn.Module:
@@ -64,7 +54,7 @@ def show(event: Event) -> None:
 
 
 def train(config: Mapping[str, Mapping[str, Any]]) -> float:
-    titanlite.register_model("mine", "project:Model", Sizes, plan=PLAN)
+    titanlite.register_model("mine", "project:Model", "project:Sizes", plan=PLAN)
     titanlite.register_dataset("mine", "project:build", has_tokens=True)
     titanlite.register_loss("mine", "project:total")
     titanlite.register_metric("mine", "project:metric")
