@@ -15,8 +15,17 @@ imported when they are first used, so `import titanlite` is fast and does not im
 from typing import TYPE_CHECKING
 
 from titanlite.lazy import lazy
+from titanlite.version import VERSION
 
 if TYPE_CHECKING:
+    from titanlite import callbacks as callbacks
+    from titanlite import mesh as mesh
+    from titanlite import modules as modules
+    from titanlite import parallelize as parallelize
+    from titanlite import ranks as ranks
+    from titanlite import schedule as schedule
+    from titanlite import tools as tools
+    from titanlite import training as training
     from titanlite.config import JobConfig, load_config, parse_args
     from titanlite.errors import ConfigError, RankError, TitanliteError
     from titanlite.from_python import train
@@ -39,6 +48,8 @@ if TYPE_CHECKING:
     from titanlite.tools.planner.from_python import plan
     from titanlite.tools.verify.from_python import verify
     from titanlite.tools.verify.program.comparison import assert_equivalent, compare
+
+__version__ = VERSION
 
 PUBLIC = {
     "from_python": ("train",),
@@ -97,4 +108,4 @@ __all__ = [
     "verify",
 ]
 
-__getattr__, __dir__ = lazy(__name__, PUBLIC, PACKAGES)
+lazy(__name__, PUBLIC, PACKAGES)

@@ -16,6 +16,7 @@ from titanlite.ranks.signals import (
     interrupt_status,
     unwinding_at_sigterm,
 )
+from titanlite.version import VERSION
 
 if TYPE_CHECKING:
     from titanlite.start import Tools
@@ -140,6 +141,9 @@ def usage() -> str:
 def _run(name: str, rest: Sequence[str]) -> int:
     if name in ("-h", "--help"):
         print(usage())
+        return 0
+    if name == "--version":
+        print(f"titanlite {VERSION}")
         return 0
     if name not in COMMANDS:
         print(f"titanlite: no command {name!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)

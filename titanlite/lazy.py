@@ -1,23 +1,24 @@
 """Names of a package that are imported from their modules when they are first used.
 
-    __getattr__, __dir__ = lazy(__name__, {"step": ("Trainer", "StepResult")})
+    lazy(__name__, {"step": ("Trainer", "StepResult")})
 
 So `import titanlite` is fast and does not import torch. Under `if TYPE_CHECKING`, the package
-imports the same names for type checkers and editors.
+imports the same names for type checkers and editors. These would take any name of a package in
+whose source they find a `__getattr__`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 
 def lazy(
     package: str, homes: Mapping[str, tuple[str, ...]], subpackages: tuple[str, ...] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of `package`, which has the names `homes`, module -> names.
+) -> None:
+    """Give `package` a `__getattr__` and `__dir__` with the names `homes`, module -> names.
 
     `subpackages` are imported at their first use, too.
     """
@@ -33,4 +34,4 @@ def lazy(
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *module_of, *subpackages})
 
-    return get, names
+    vars(sys.modules[package]).update(__getattr__=get, __dir__=names)

@@ -82,7 +82,15 @@ def project(tmp_path: Path) -> Path:
 
 def test_an_outside_model_with_outside_data_and_loss_trains(command: Path, project: Path) -> None:
     where = "import titanlite; print(titanlite.__file__)"
-    assert str(command.parents[1]) in run(command.with_name("python"), "-c", where, cwd=project)
+    python = command.with_name("python")
+    assert str(command.parents[1]) in run(python, "-c", where, cwd=project)
+    metadata = (
+        "import importlib.metadata; print('titanlite', importlib.metadata.version('titanlite'))"
+    )
+    assert run(command, "--version", cwd=project) == run(python, "-c", metadata, cwd=project)
+    assert list(command.parents[1].glob("lib/*/site-packages/titanlite/py.typed"))
+    fixtures = run(python, "-m", "pytest", "--fixtures", "vit", cwd=project)
+    assert {"assert_equivalent", "verify_job"} <= set(fixtures.split())
     said = run(
         command,
         *("train", "vit.toml", "--training.steps=2", "--training.loss=smooth"),

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import recorded_bugs
@@ -80,7 +81,7 @@ custom_import = "plain_model"
     monkeypatch.chdir(tmp_path)
     # Ranks look for modules where this process does.
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["verify", "own.toml", "--steps=2", "--json=out.json"]) == 1
+    assert main(["verify", "own.toml", "--steps=2", "--json=out.json", "--junit=j.xml"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert (
         "DIFFERS: the loss, the gradient norm, 8 gradients, 8 weights, 16 optimizer states, from "
@@ -91,6 +92,11 @@ custom_import = "plain_model"
     found = json.loads((tmp_path / "out.json").read_text())
     assert not found["agrees"]
     assert found["failures"][0]["step"] == 1
+    (case,) = ElementTree.parse(tmp_path / "j.xml").iter("testcase")
+    assert case.attrib["name"] == "own.toml"
+    message = case[0].attrib["message"]
+    assert message.startswith("DIFFERS: the loss, ")
+    assert message.endswith(found["diagnosis"][0])
 
 
 def odd_job(flavor: str, **parallelism: int) -> JobConfig:
@@ -214,7 +220,12 @@ def test_a_reduced_matrix_and_its_overview(verifier, tmp_path):
     def run(limit: int) -> str:
         stream = io.StringIO()
         status = run_matrix(
-            num_ranks=2, folder=tmp_path, limit=limit, stream=stream, verifier=verifier
+            num_ranks=2,
+            folder=tmp_path,
+            limit=limit,
+            stream=stream,
+            verifier=verifier,
+            junit=str(tmp_path / "junit.xml"),
         )
         assert status == 0, stream.getvalue()
         return stream.getvalue()
@@ -227,6 +238,7 @@ def test_a_reduced_matrix_and_its_overview(verifier, tmp_path):
         lines.write('{"choice": {"pp"')
     assert "3 are done, 1 to run" in run(4)
     assert "4 are done, 0 to run" in run(4)
+    assert 'tests="4" failures="0"' in (tmp_path / "junit.xml").read_text()
     page = (tmp_path / "overview.html").read_text()
     assert page.count("<tr data-plan") == 4
     assert "no legal plan" in page

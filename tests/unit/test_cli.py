@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import titanlite
 from titanlite.cli import COMMANDS, main, usage
 
 TITANLITE = (sys.executable, "-m", "titanlite")
@@ -64,6 +65,11 @@ def test_the_examples_name_files_and_options_that_there_are(
         taken = capsys.readouterr().out
         for word in shlex.split(COMMANDS[name].example)[2:]:
             assert not word.startswith("--") or word in taken
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"titanlite {titanlite.__version__}\n"
 
 
 @pytest.mark.parametrize(

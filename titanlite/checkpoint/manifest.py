@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
@@ -238,11 +237,3 @@ def open_in_checkpoint(path: Path) -> BinaryIO:
 def _digest(content: Mapping[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def own_version() -> str:
-    """The version of titanlite, for Manifest.titanlite."""
-    try:
-        return version("titanlite")
-    except PackageNotFoundError:  # run from a folder, not installed
-        return "unknown"

@@ -23,7 +23,7 @@ from titanlite.checkpoint import state
 from titanlite.checkpoint.folder import CheckpointFolder, look_at, make_token
 from titanlite.checkpoint.group import CheckpointGroup
 from titanlite.checkpoint.huggingface import save_model_files
-from titanlite.checkpoint.manifest import FileRecord, Manifest, own_version
+from titanlite.checkpoint.manifest import FileRecord, Manifest
 from titanlite.checkpoint.staging import CpuStager
 from titanlite.checkpoint.start import start_from
 from titanlite.checkpoint.storage import Seal, cause_line, first_failure, save, save_async
@@ -34,6 +34,7 @@ from titanlite.parallelize.part import DTYPES
 from titanlite.quantities import format_bytes
 from titanlite.ranks.turns import is_rank
 from titanlite.self_check import check_copies
+from titanlite.version import VERSION
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
 # How long a failing run waits for a background save.
@@ -250,7 +251,7 @@ class Checkpoints:
             "num_ranks": job.world.size,
             "config": job.config.model_dump(mode="json", exclude_unset=True),
             "is_accounted": True,
-            "titanlite": own_version(),
+            "titanlite": VERSION,
             "torch": torch.__version__,
         }
 

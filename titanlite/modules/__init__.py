@@ -33,4 +33,4 @@ PUBLIC = {
 }
 """The public names, by module."""
 
-__getattr__, __dir__ = lazy(__name__, PUBLIC)
+lazy(__name__, PUBLIC)

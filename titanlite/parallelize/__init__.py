@@ -73,4 +73,4 @@ PUBLIC = {
 }
 """The public names, by module."""
 
-__getattr__, __dir__ = lazy(__name__, PUBLIC)
+lazy(__name__, PUBLIC)

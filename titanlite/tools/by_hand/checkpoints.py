@@ -23,12 +23,12 @@ from titanlite.checkpoint.manifest import (
     FileRecord,
     Manifest,
     check_files,
-    own_version,
 )
 from titanlite.checkpoint.storage import load, save, stored_tensors, told_by_rank
 from titanlite.errors import TitanliteError
 from titanlite.modules.shards import buffers_of, parameters_of
 from titanlite.ranks.peers import Peers
+from titanlite.version import VERSION
 
 
 class Loop(Protocol):
@@ -96,7 +96,7 @@ def save_checkpoint(
             num_ranks=ranks.size,
             config={},
             is_accounted=True,
-            titanlite=own_version(),
+            titanlite=VERSION,
             torch=torch.__version__,
             state=state.numbers_of(trained, samples_read),
             files=dict(files),

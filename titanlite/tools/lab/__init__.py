@@ -5,7 +5,14 @@ and data, tensor and pipeline parallelism and ZeRO by hand. docs/lab/ explains t
 `titanlite lab` runs it. Import names from here; torch is loaded on first use of a name.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from titanlite.lazy import lazy
+
+if TYPE_CHECKING:  # its names are many, and none of them is public
+
+    def __getattr__(name: str) -> Any: ...
+
 
 _HOME = {
     "cluster": ("VirtualCluster",),
@@ -61,4 +68,4 @@ _HOME = {
 }
 __all__ = sorted(name for names in _HOME.values() for name in names)
 
-__getattr__, __dir__ = lazy(__name__, _HOME)
+lazy(__name__, _HOME)

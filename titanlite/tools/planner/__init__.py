@@ -39,4 +39,4 @@ PUBLIC = {
 }
 """The public names, by module."""
 
-__getattr__, __dir__ = lazy(__name__, PUBLIC)
+lazy(__name__, PUBLIC)

@@ -2,7 +2,8 @@
 
 Of a job, from its command to its verdict:
 
-    command.py    `titanlite verify`; report.py formats the result, result.py
+    command.py    `titanlite verify`; report.py formats the result, result.py; junit.py
+    pytest_plugin.py    fixtures for the test suites of others
     verify.py     verifies one job: runs it on one process and under its plan, compares, explains
     jobs.py       the job under its plan, and the same job on one process; shrink.py makes it small
     job_runs.py   runs both on ranks, and keeps the references: on a rank, run.py and reload.py
@@ -48,4 +49,4 @@ PUBLIC = {
 }
 """The public names, by module."""
 
-__getattr__, __dir__ = lazy(__name__, PUBLIC)
+lazy(__name__, PUBLIC)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 
 from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
-from titanlite.errors import ConfigError, quote
+from titanlite.errors import ConfigError, TitanliteError, quote
 from titanlite.ranks.machine import check_local_ranks, needs_threads
 from titanlite.start import check_start
 from titanlite.tools.options import count, require_writable, split_options, write
 from titanlite.tools.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stable
+from titanlite.tools.verify.junit import Case, to_junit
 from titanlite.tools.verify.sensitivity import SENSITIVITY
 from titanlite.tools.verify.shrink import read_small
 
@@ -42,6 +44,8 @@ gradient norm, every gradient and every weight, step by step. Print the cause if
   --processes         run them as processes, whatever comm.mode says
   --shrink            make layers, widths, sequence and batch as small as the plan allows
   --json FILE         write every difference of every step, and the diagnosis
+  --junit FILE        write a test case, which fails with the cause if something differs, as
+                      JUnit XML for a CI system; with --matrix one for each plan
   --section.key=value any key of the job, as for train.py
 
   --matrix            verify plans that contain every legal pair of features: of a small image
@@ -53,7 +57,8 @@ gradient norm, every gradient and every weight, step by step. Print the cause if
   --compile           with --matrix: add torch.compile (aot_eager) to the features
   --limit N           with --matrix: only the first N plans, which contain the most pairs
 
-exit status: 0 all agree, 1 something differs or does not run, 2 bad input"""
+exit status: 0 all agree, 1 something differs or the plan does not run, 2 bad input, or nothing to
+compare with; docs/verify.md lists all"""
 
 EXAMPLE = "titanlite verify configs/tp2_fsdp2.toml"
 
@@ -72,6 +77,7 @@ class Options:
     threads: bool = False
     processes: bool = False
     json: str | None = None
+    junit: str | None = None
     matrix: bool = False
     ranks: int = 8
     output: str = "outputs/verify"
@@ -85,16 +91,29 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     options = parse(arguments)
-    return verify_matrix(options) if options.matrix else verify_one(options)
+    for option, path in (("--json", options.json), ("--junit", options.junit)):
+        if path:
+            require_writable(path, option)
+    try:
+        return verify_matrix(options) if options.matrix else verify_one(options)
+    except (TitanliteError, BrokenPipeError):
+        raise
+    except Exception:
+        # Python's own exit status for an exception is that of a difference.
+        traceback.print_exc()
+        return 3
 
 
 def verify_one(options: Options) -> int:
     """Verify the job that the options name."""
-    from titanlite.tools.verify.report import format_header, format_verification, to_json
+    from titanlite.tools.verify.report import (
+        format_header,
+        format_verification,
+        to_json,
+        verdict,
+    )
     from titanlite.tools.verify.verify import Verifier
 
-    if options.json:
-        require_writable(options.json, "--json")
     if options.processes:
         options.job.append("--comm.mode=default")
 
@@ -111,7 +130,7 @@ def verify_one(options: Options) -> int:
 
     def show(text: str) -> None:
         # A reader that has closed the output must not cost the file that is asked for.
-        with contextlib.suppress(*([BrokenPipeError] if options.json else [])):
+        with contextlib.suppress(*([BrokenPipeError] if options.json or options.junit else [])):
             print(text, flush=True)
 
     steps = options.steps or DEFAULT_STEPS
@@ -134,7 +153,11 @@ def verify_one(options: Options) -> int:
     if options.json:
         text = json.dumps(to_json(found, source, shrunk), indent=1) + "\n"
         write(options.json, text)
-    print(format_verification(found))
+    text = format_verification(found)
+    if options.junit:
+        failure = "" if found.agrees else f"{verdict(found)}. {found.cause}".removesuffix(". ")
+        write(options.junit, to_junit([Case(source or "job", found.seconds, failure, text)]))
+    print(text)
     if found.error is not None and found.error.rank_traceback:
         print(f"\n{found.error.rank_traceback}", file=sys.stderr)
     return 0 if found.agrees else 1
@@ -159,6 +182,7 @@ def verify_matrix(options: Options) -> int:
         with_compile=options.compile,
         limit=options.limit,
         threads=threads,
+        junit=options.junit,
     )
 
 
@@ -206,6 +230,7 @@ VALUES: dict[str, Callable[[str, str], object]] = {
     "--dtype": _dtype,
     "--tolerance": _tolerance,
     "--json": _path,
+    "--junit": _path,
     "--ranks": count,
     "--output": _path,
     "--limit": count,

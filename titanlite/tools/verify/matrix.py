@@ -39,8 +39,10 @@ from titanlite.observe.terminal import is_terminal, terminal_width
 from titanlite.parallelize.steps import FEATURES
 from titanlite.quantities import format_duration
 from titanlite.schedule import SCHEDULES
+from titanlite.tools.options import write
 from titanlite.tools.verify.covering import Choice, cover_pairs, pairs
 from titanlite.tools.verify.jobs import switch_off
+from titanlite.tools.verify.junit import Case, to_junit
 from titanlite.tools.verify.report import describe_key
 from titanlite.tools.verify.verify import Verification, Verifier
 
@@ -214,12 +216,14 @@ def run_matrix(
     stream: TextIO | None = None,
     verifier: Verifier | None = None,
     threads: bool = False,
+    junit: str | None = None,
 ) -> int:
     """Verify every plan that does not agree in `folder` yet; returns 0 if all agree, else 1.
 
     The plans are those of `job`, or of a small model. Writes results.jsonl, one line per plan, and
-    overview.html. With `limit`, only the first plans are run, which contain the most pairs. With
-    `threads`, the ranks are threads of this process.
+    overview.html, and the file `junit` with a test case per plan. With `limit`, only the first
+    plans are run, which contain the most pairs. With `threads`, the ranks are threads of this
+    process.
     """
     from titanlite.tools.verify.overview import draw_overview
 
@@ -270,6 +274,8 @@ def run_matrix(
             shown = [results[_key(choice)] for choice in choices if _key(choice) in results]
             page = draw_overview(shown, features, num_ranks, choices)
             (folder / "overview.html").write_text(page, encoding="utf-8")
+            if junit:
+                write(junit, to_junit([_case(result) for result in shown]))
     wrong = [result for result in shown if not result["agrees"]]
     seconds = sum(result["seconds"] for result in shown)
     print(_summary(shown, wrong, seconds), file=out)
@@ -367,6 +373,12 @@ def _result(choice: Choice, found: Verification, num_ranks: int, steps: int) -> 
         result["margin"] = found.margin if math.isfinite(found.margin) else None
         result["of"] = f"{describe_key(key)} at step {step}"
     return result
+
+
+def _case(result: Mapping[str, Any]) -> Case:
+    verdict = "DOES NOT RUN" if "error" in result else "DIFFERS"
+    failure = "" if result["agrees"] else f"{verdict}: {result['cause']}"
+    return Case(name_of(result["choice"]), result["seconds"], failure)
 
 
 def _show(out: TextIO, result: dict[str, Any], done: int, total: int, seconds: float) -> None:

@@ -420,7 +420,7 @@ def unexplained(e: Evidence, names: Collection[str] | None = None) -> str:
     wrong = set(e.failed("gradient") if names is None else names)
     if wrong:
         order = e.parameter_order
-        last = max(wrong, key=lambda name: order.get(name, -1))
+        last = max(sorted(wrong), key=lambda name: order.get(name, -1))
         ranks = ranks_of(e, lambda run: worst(run, "gradients", e.step, sorted(wrong)))
         shown = name_parameters(wrong, e.runs, "gradient")
         if place := wrong_backward(e):

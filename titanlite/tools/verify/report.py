@@ -64,7 +64,7 @@ def format_result(found: Result, dtype: str) -> str:
     lines = []
     if found.differences:
         lines += [_table(found), ""]
-    lines.append(textwrap.fill(_verdict(found), WIDTH, break_long_words=False))
+    lines.append(textwrap.fill(verdict(found), WIDTH, break_long_words=False))
     if found.narrowed and dtype == "float64":
         names, verb = listed(found.narrowed, 3), "rounds" if len(found.narrowed) == 1 else "round"
         note = (
@@ -124,7 +124,7 @@ def _figure(value: float) -> str:
     return "not comparable" if math.isinf(value) else f"{value:.1e}"
 
 
-def _verdict(found: Result) -> str:
+def verdict(found: Result) -> str:
     """Whether a parallel run agrees, with the largest difference or what differs."""
     seconds = f"{found.seconds:.1f} s"
     if found.error is not None:

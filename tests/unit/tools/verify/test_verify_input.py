@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
+from xml.etree import ElementTree
 
 import pytest
 
@@ -32,6 +33,7 @@ from titanlite.tools.verify.jobs import (
     scheduled_lr,
     steps_until_stable,
 )
+from titanlite.tools.verify.junit import Case, to_junit
 from titanlite.tools.verify.matrix import read_results
 from titanlite.tools.verify.record import Agreement, RankRun, RankStep, ReferenceStep
 from titanlite.tools.verify.shrink import shrink
@@ -333,3 +335,23 @@ def test_every_rank_of_every_run_starts_with_a_random_state_of_its_own() -> None
         random.setstate(states[0])
         np.random.set_state(states[1])
     assert all(len(set(of_one_generator)) == 3 for of_one_generator in zip(*drawn, strict=True))
+
+
+def test_junit_has_a_case_for_each_job_and_only_legal_characters():
+    text = to_junit([Case("a.toml", 1.5), Case('"b" & c', 0.25, "DIFFERS: <x>\x1b", "all\x00\n")])
+    (suite,) = ElementTree.fromstring(text)
+    assert [suite.attrib[name] for name in ("tests", "failures", "time")] == ["2", "1", "1.750"]
+    good, bad = suite
+    assert (good.attrib["name"], len(good), bad.attrib["name"]) == ("a.toml", 0, '"b" & c')
+    assert (bad[0].tag, bad[0].get("message"), bad[0].text) == (
+        "failure",
+        "DIFFERS: <x>?",
+        "all?\n",
+    )
+
+
+def test_an_error_of_verify_itself_has_a_status_of_its_own(capsys, tmp_path):
+    with patch("titanlite.tools.verify.verify.Verifier", side_effect=ZeroDivisionError):
+        status = main(["verify", TP2, *SYNTHETIC, f"--junit={tmp_path / 'out.xml'}"])
+    assert (status, list(tmp_path.iterdir())) == (3, [])
+    assert "ZeroDivisionError" in capsys.readouterr().err

@@ -1,0 +1,3 @@
+"""The version of titanlite, from which that of the installed package is made."""
+
+VERSION = "0.1.0"
