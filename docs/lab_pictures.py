@@ -125,11 +125,7 @@ def _data(num_rows: int = 8) -> torch.Tensor:
 
 
 def _of_training(
-    cluster: VirtualCluster,
-    run: Callable[[], object],
-    title: str,
-    caption: str,
-    mesh: Mesh,
+    cluster: VirtualCluster, run: Callable[[], object], title: str, caption: str, mesh: Mesh
 ) -> MessagePicture:
     cluster.mesh = mesh
     run()

@@ -11,11 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import TitanliteError
-from titanlite.ranks.signals import (
-    ending_with_the_output,
-    interrupt_status,
-    unwinding_at_sigterm,
-)
+from titanlite.ranks.signals import ending_with_the_output, interrupt_status, unwinding_at_sigterm
 from titanlite.version import VERSION
 
 if TYPE_CHECKING:

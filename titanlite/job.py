@@ -35,10 +35,7 @@ from titanlite.parallelize.activation_checkpoint.apply import RecomputationRepor
 from titanlite.parallelize.async_tensor_parallel.apply import Fusions
 from titanlite.parallelize.async_tensor_parallel.step import warn_of_slow_rings, watch_fusions
 from titanlite.parallelize.compile.apply import keep_caches_apart
-from titanlite.parallelize.parallelize import (
-    split_and_parallelize,
-    step_of,
-)
+from titanlite.parallelize.parallelize import split_and_parallelize, step_of
 from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.steps import STEPS
 from titanlite.parallelize.tensor_account import (
@@ -357,12 +354,7 @@ def _whole_account(own: dict[str, TensorAccount], meshes: Meshes) -> dict[str, T
 
 
 def _initialize(
-    resolved: ResolvedJob,
-    world: World,
-    parts: list[nn.Module],
-    plain: PlainJob,
-    *,
-    by_name: bool,
+    resolved: ResolvedJob, world: World, parts: list[nn.Module], plain: PlainJob, *, by_name: bool
 ) -> list[PlanRow]:
     """Give this rank's parts storage and initial values; a row of the effective plan, if any."""
     config = resolved.config
@@ -391,11 +383,7 @@ def _initialize(
 
 
 def _separate_draws(
-    resolved: ResolvedJob,
-    world: World,
-    parts: list[nn.Module],
-    draws: Draws,
-    plan: ParallelPlan,
+    resolved: ResolvedJob, world: World, parts: list[nn.Module], draws: Draws, plan: ParallelPlan
 ) -> list[PlanRow]:
     """Make ranks of tp draw as they should; a row of the effective plan if the model draws."""
     if not draws.shapes:

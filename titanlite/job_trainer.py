@@ -25,11 +25,7 @@ from titanlite.training.step import Trainer
 
 
 def build_trainer(
-    resolved: ResolvedJob,
-    world: World,
-    meshes: Meshes,
-    made: Parallelized,
-    plain: PlainJob,
+    resolved: ResolvedJob, world: World, meshes: Meshes, made: Parallelized, plain: PlainJob
 ) -> Trainer:
     """The trainer: this rank's parts of the model with optimizer, scheduler and loss."""
     config, dims = resolved.config, resolved.dims

@@ -148,11 +148,7 @@ def _norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _compare(
-    job: Job,
-    axis: str,
-    group: dist.ProcessGroup,
-    prints: dict[str, Tensor],
-    is_exact: bool,
+    job: Job, axis: str, group: dist.ProcessGroup, prints: dict[str, Tensor], is_exact: bool
 ) -> list[str]:
     """The tensors whose copies along `axis` are not all equal; a collective over it."""
     names = _names(job, axis)

@@ -29,12 +29,7 @@ from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.parallelize.steps import features_on
 from titanlite.quantities import ITEMSIZE
 from titanlite.ranks.launch import ALONE, Place, choose_device, count_gpus, spawn
-from titanlite.ranks.machine import (
-    check_local_memory,
-    check_local_ranks,
-    needs_threads,
-    room_bytes,
-)
+from titanlite.ranks.machine import check_local_memory, check_local_ranks, needs_threads, room_bytes
 from titanlite.ranks.signals import StopRequest, interrupt_status, unwinding_at_sigterm
 from titanlite.registry import MODELS
 

@@ -40,11 +40,11 @@ PLANS = {
         loss_parallel={
             "output": ColwiseParallel(
                 input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-            ),
+            )
         },
         blocks="layers",
         embeddings=("tok_embeddings", "pos_embeddings"),
         head=("norm", "output"),
         attention="attention.inner",
-    ),
+    )
 }

@@ -96,10 +96,7 @@ class ImageTransformerConfig:
         if self.num_kv_heads is not None:
             split["model.num_kv_heads"] = self.num_kv_heads
         heads = ("model.num_heads", self.num_heads), ("model.num_kv_heads", self.kv_heads)
-        return [
-            *head_problems(self.dim, *heads),
-            *split_problems(dims, split, self.vocab_size),
-        ]
+        return [*head_problems(self.dim, *heads), *split_problems(dims, split, self.vocab_size)]
 
 
 def _sizes(side: int, channels: int, vocab_size: int, **sizes: Any) -> ImageTransformerConfig:

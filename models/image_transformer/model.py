@@ -161,10 +161,7 @@ class TransformerBlock(nn.Module):
         self.ffn_dropout = TokenDropout(config.dropout)
 
     def forward(
-        self,
-        x_TBD: Tensor,
-        cache: KeyValueCache | None = None,
-        numbers_TB: Tensor | None = None,
+        self, x_TBD: Tensor, cache: KeyValueCache | None = None, numbers_TB: Tensor | None = None
     ) -> Tensor:
         a_TBD = self.attention(self.attention_norm(x_TBD), cache=cache)
         h_TBD = x_TBD + self.attention_dropout(a_TBD, numbers_TB)

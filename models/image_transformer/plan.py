@@ -26,7 +26,7 @@ PLANS = {
         tensor_parallel={
             table: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
             for table in TABLES
-        },
+        }
     ),
     ImageTransformer: ParallelPlan(
         tensor_parallel={
@@ -47,7 +47,7 @@ PLANS = {
         loss_parallel={
             "output": ColwiseParallel(
                 input_layouts=Shard(0), output_layouts=Shard(-1), use_local_output=False
-            ),
+            )
         },
         blocks="layers",
         embeddings=("embeddings",),

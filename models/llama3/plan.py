@@ -46,7 +46,7 @@ def plan_of(model: Llama3) -> ParallelPlan:
         loss_parallel={
             "output": ColwiseParallel(
                 input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-            ),
+            )
         },
         blocks="layers",
         embeddings=("tok_embeddings",),

@@ -372,12 +372,7 @@ def show_sizes(options: argparse.Namespace) -> int:
     )
     for num_ranks in options.ranks:
         of_ranks = spawn(
-            time_layer,
-            num_ranks,
-            list(SIZES),
-            options.runs,
-            options.compile,
-            timeout_seconds=600,
+            time_layer, num_ranks, list(SIZES), options.runs, options.compile, timeout_seconds=600
         )
         for size, *results in zip(SIZES, *of_ranks, strict=True):
             wall = {r: statistics.mean(result[r][0] for result in results) for r in (True, False)}

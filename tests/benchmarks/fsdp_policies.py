@@ -23,11 +23,7 @@ JOB: dict[str, dict[str, Any]] = {
     "training": {"dataset": "digits", "global_batch_size": 4, "local_batch_size": 1},
     "activation_checkpoint": {"mode": "none"},
 }
-POLICIES = {
-    "last block freed": "default",
-    "default": "default",
-    "never": "never",
-}
+POLICIES = {"last block freed": "default", "default": "default", "never": "never"}
 
 
 def take_turns(place: Place, rounds: int) -> dict[str, list[float]]:

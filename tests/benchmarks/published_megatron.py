@@ -20,14 +20,7 @@ from functools import cache
 from titanlite.config import JobConfig, resolve_job
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.tools.planner.cost import Cost
-from titanlite.tools.planner.events import (
-    Allocation,
-    Communication,
-    Event,
-    Operator,
-    Site,
-    Trace,
-)
+from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Site, Trace
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.timing import time_events
 from titanlite.tools.planner.trace import trace_rank
@@ -189,9 +182,7 @@ def without_sequence_parallelism(events: Iterable[Event], tp: int) -> list[Event
     for event in events:
         if isinstance(event, Operator) and not event.flops and _is_of_sequence(event.place):
             event = replace(
-                event,
-                bytes_read=event.bytes_read * tp,
-                bytes_written=event.bytes_written * tp,
+                event, bytes_read=event.bytes_read * tp, bytes_written=event.bytes_written * tp
             )
         found.append(event)
     return found

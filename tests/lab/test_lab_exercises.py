@@ -131,12 +131,7 @@ WRONG = {
     ],
     "one_f_one_b": [
         ("min(device.mesh.size - 1 - device.rank, num_micro_batches)", "0", "value", "rank 0"),
-        (
-            "device.mesh.size - 1 - device.rank",
-            "device.rank",
-            "value",
-            "value 1, 'B0', not 'F1'",
-        ),
+        ("device.mesh.size - 1 - device.rank", "device.rank", "value", "value 1, 'B0', not 'F1'"),
     ],
     "zero_step": [
         (

@@ -109,10 +109,7 @@ def test_other_shapes_of_the_three(cluster, data, alone):
         )
         losses = max((record.losses for record in records), key=len)
         assert_same_run(
-            alone,
-            losses,
-            side_by_side(records, "gradients"),
-            side_by_side(records, "params"),
+            alone, losses, side_by_side(records, "gradients"), side_by_side(records, "params")
         )
 
 

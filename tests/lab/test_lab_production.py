@@ -90,11 +90,7 @@ def fill(model):
 
 def optimizer_for(model):
     return build_optimizer(
-        model.parameters(),
-        lr=1e-3,
-        beta2=0.999,
-        weight_decay=0.01,
-        implementation="for-loop",
+        model.parameters(), lr=1e-3, beta2=0.999, weight_decay=0.01, implementation="for-loop"
     )
 
 

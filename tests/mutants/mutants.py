@@ -179,10 +179,7 @@ MUTANTS = [
         LLAMA3,
         r"tok_embeddings is the first module",
         STYLES,
-        (
-            "            found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0)\n",
-            "",
-        ),
+        ("            found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0)\n", ""),
     ),
     mutant(
         "a row-wise output is not reduced",
@@ -333,10 +330,7 @@ MUTANTS = [
         CP,
         r"attention\.inner",
         LAYOUT,
-        (
-            "        return [Tile(slice(n // 2, n), slice(0, n), False)]",
-            "        return []",
-        ),
+        ("        return [Tile(slice(n // 2, n), slice(0, n), False)]", "        return []"),
     ),
     mutant(
         "stripes see the diagonal of the next rank",
@@ -690,10 +684,7 @@ MUTANTS = [
         EP,
         r"tokens of each expert of layers.1.moe.* sum the counts",
         BALANCER,
-        (
-            "        dist.all_reduce(counts)\n",
-            "",
-        ),
+        ("        dist.all_reduce(counts)\n", ""),
     ),
     mutant(
         "the auxiliary loss takes the fractions of a rank's own tokens",
@@ -849,10 +840,7 @@ MUTANTS = [
         FSDP,
         r"learning rate",
         OPTIMIZER,
-        (
-            "        return (step + 1) / warmup_steps",
-            "        return step / warmup_steps",
-        ),
+        ("        return (step + 1) / warmup_steps", "        return step / warmup_steps"),
     ),
     mutant(
         "the decay begins a step early",
@@ -872,10 +860,7 @@ MUTANTS = [
         also(TP, parallelism={"disable_loss_parallel": False}),
         r"optimizer.*group",
         OPTIMIZER,
-        (
-            '            "params": group,\n',
-            '            "params": group[1:],\n',
-        ),
+        ('            "params": group,\n', '            "params": group[1:],\n'),
     ),
     mutant(
         "weight decay is that of another key",
@@ -940,10 +925,7 @@ MUTANTS = [
         TP,
         r"targets.*tp|degree of tp",
         DIMS,
-        (
-            "        return all(position[axis] == 0 for axis in same)",
-            "        return True",
-        ),
+        ("        return all(position[axis] == 0 for axis in same)", "        return True"),
     ),
     mutant(
         "a mean over each rank's targets",
@@ -1096,12 +1078,7 @@ REFACTORINGS: list[Mutant] = [
         ),
     ),
     mutant(
-        "smaller buckets",
-        "same",
-        DDP,
-        "",
-        DDP_FILE,
-        ("BUCKET_CAP_MB = 100", "BUCKET_CAP_MB = 1"),
+        "smaller buckets", "same", DDP, "", DDP_FILE, ("BUCKET_CAP_MB = 100", "BUCKET_CAP_MB = 1")
     ),
     mutant(
         "a block's triangles are cut up",
@@ -1145,10 +1122,7 @@ REFACTORINGS: list[Mutant] = [
         also(TP, **FULL),
         "",
         AC,
-        (
-            "        if (place + 1) % every == 0:",
-            "        if True:",
-        ),
+        ("        if (place + 1) % every == 0:", "        if True:"),
     ),
     mutant(
         "the first rank of the pipeline sends a copy",

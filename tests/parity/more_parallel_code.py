@@ -7,13 +7,7 @@ import functools
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 

@@ -225,8 +225,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n == "names" else pytest.mark.slow) for n in MISTAKES],
+    "name", [pytest.param(n, marks=() if n == "names" else pytest.mark.slow) for n in MISTAKES]
 )
 def test_a_mistake_that_ranks_find_is_clear(comparer, name):
     parallel, options, message = MISTAKES[name]

@@ -102,8 +102,7 @@ OFTEN = (
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in CORRECT],
+    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in CORRECT]
 )
 def test_a_correct_program_agrees(comparer, name):
     parallel, options, note = CORRECT[name]

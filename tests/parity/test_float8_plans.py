@@ -17,11 +17,7 @@ from titanlite.ranks.launch import spawn
 from titanlite.tools.verify.verify import Verifier
 
 REPLICATE, SHARD = "data_parallel_replicate_degree", "data_parallel_shard_degree"
-TP, CP, PP = (
-    "tensor_parallel_degree",
-    "context_parallel_degree",
-    "pipeline_parallel_degree",
-)
+TP, CP, PP = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
 GATHERED = {"enable_fsdp_float8_all_gather": True}
 PRECOMPUTED = {**GATHERED, "precompute_float8_dynamic_scale_for_fsdp": True}
 BY_OPERATOR: Sections = {
@@ -100,12 +96,7 @@ def test_in_float32_the_losses_agree(verifier: Verifier) -> None:
 MODEL = FLAVORS["debug"]
 L, D, F, V = MODEL.num_layers, MODEL.dim, MODEL.ffn_hidden_dim, MODEL.vocab_size
 LAYERS = 7  # of a block, each in float8
-COUNTED = {
-    "plain": {},
-    "float8": {},
-    "gathered": GATHERED,
-    "precomputed": PRECOMPUTED,
-}
+COUNTED = {"plain": {}, "float8": {}, "gathered": GATHERED, "precomputed": PRECOMPUTED}
 
 
 def count_fsdp2() -> dict[str, Mapping[tuple[str, str], tuple[int, int]]]:

@@ -56,13 +56,7 @@ def train_and_look(world: World, config: JobConfig) -> dict[str, Any]:
     assert not any(job.parameters[name] in states for name in frozen)
     changed = {name for name in start if not torch.equal(start[name], end[name])}
     rows = [(row.requested, row.note) for row in job.applied if row.feature == "frozen tensors"]
-    return {
-        "losses": losses,
-        "changed": changed,
-        "end": end,
-        "reduced": sum(reduced),
-        "rows": rows,
-    }
+    return {"losses": losses, "changed": changed, "end": end, "reduced": sum(reduced), "rows": rows}
 
 
 def test_only_adapters_change_and_every_plan_agrees() -> None:

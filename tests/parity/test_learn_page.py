@@ -63,8 +63,7 @@ def test_commands_of_the_job_say_what_the_page_tells(tmp_path):
         return done.stdout
 
     trained = run(
-        "titanlite train configs/fsdp4.toml --training.steps=20",
-        f"--job.dump_folder={tmp_path}",
+        "titanlite train configs/fsdp4.toml --training.steps=20", f"--job.dump_folder={tmp_path}"
     )
     loss = re.search(r"step 20/20\s+loss (\S+)", trained)[1]
     assert f"the loss is\n{loss}." in PAGE

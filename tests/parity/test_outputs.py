@@ -68,11 +68,7 @@ def test_runs_in_one_folder(tmp_path):
     own = folder / "load_only-1"
     assert f"checkpoint: load_only: this run writes to {own}\n" in guest
     assert steps_of(own) == [5, 6]
-    assert {path.name for path in own.iterdir()} == {
-        FILE_NAME,
-        "loss.png",
-        "first_screen.txt",
-    }
+    assert {path.name for path in own.iterdir()} == {FILE_NAME, "loss.png", "first_screen.txt"}
     assert f"refused: job.dump_folder: another run is writing to {folder}; end that" in beside
     # A new run keeps what the one before has left.
     kept = ["metrics.1.jsonl", "loss.1.png", "samples.1.png"]

@@ -7,15 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training import (
-    FEW_STEPS,
-    STEPS,
-    Training,
-    debug_config,
-    difference,
-    differences,
-    train,
-)
+from training import FEW_STEPS, STEPS, Training, debug_config, difference, differences, train
 
 from titanlite.config import parse_args
 from titanlite.tools.verify.matrix import run_matrix

@@ -29,12 +29,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 CP, TP, PP, SHARD = (
     f"{axis}_degree"
-    for axis in (
-        "context_parallel",
-        "tensor_parallel",
-        "pipeline_parallel",
-        "data_parallel_shard",
-    )
+    for axis in ("context_parallel", "tensor_parallel", "pipeline_parallel", "data_parallel_shard")
 )
 RING = "context_parallel_rotate_method"
 LAYOUT = "context_parallel_load_balancer"
@@ -111,11 +106,7 @@ def config_of(plan: str) -> JobConfig:
                     "converters": ["quantize.linear.float8"],
                 },
                 "quantize": {"linear": {"float8": {"emulate": True, **float8}}},
-                "training": {
-                    "dataset": "synthetic",
-                    "global_batch_size": 8,
-                    "local_batch_size": 2,
-                },
+                "training": {"dataset": "synthetic", "global_batch_size": 8, "local_batch_size": 2},
                 "parallelism": parallelism,
                 "activation_checkpoint": {"mode": "none"},
             }

@@ -27,14 +27,8 @@ JOB: Sections = {
     "training": {"local_batch_size": 8, "steps": FEW_STEPS},
 }
 SPLIT = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
-ON_TWO_RANKS: dict[str, dict[str, Any]] = {
-    "PP": PP,
-    "PP with a split backward": PP | SPLIT,
-}
-ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
-    "PP and CP": PP | CP,
-    "PP and TP": PP | TP,
-}
+ON_TWO_RANKS: dict[str, dict[str, Any]] = {"PP": PP, "PP with a split backward": PP | SPLIT}
+ON_FOUR_RANKS: dict[str, dict[str, Any]] = {"PP and CP": PP | CP, "PP and TP": PP | TP}
 MORE_ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
     "PP and CP, striped, a split backward": PP
     | CP

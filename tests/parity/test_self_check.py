@@ -89,9 +89,7 @@ def line_of_norm(world: World, job_config: JobConfig) -> str:
     return str(caught.value)
 
 
-def test_within_rounding_it_is_a_warning_on_gpus(
-    verifier: Verifier,
-) -> None:
+def test_within_rounding_it_is_a_warning_on_gpus(verifier: Verifier) -> None:
     for small, large in verifier.pool(2).call(warnings_of_rounding, config("scaled", TP)):
         assert small == ""
         assert large.startswith("offset: its copies, by more than rounding, along tp differ later")

@@ -13,12 +13,7 @@ import torch
 from training import CP, DEBUG_JOB, FEW_STEPS, PP, REPLICATE, SHARD, TP, merged
 
 from titanlite.cli import main
-from titanlite.config import (
-    JobConfig,
-    load_model_spec,
-    make_model_config,
-    resolve_job,
-)
+from titanlite.config import JobConfig, load_model_spec, make_model_config, resolve_job
 from titanlite.errors import TitanliteError
 from titanlite.job import Job, build_job
 from titanlite.mesh.device_mesh import build_meshes

@@ -367,10 +367,7 @@ CASES = [
         "process; .* or again when a forward pass is recomputed",
         merged(
             EXPERTS,
-            {
-                "model": {"moe_sequence_loss_coeff": 0.0},
-                "activation_checkpoint": {"mode": "full"},
-            },
+            {"model": {"moe_sequence_loss_coeff": 0.0}, "activation_checkpoint": {"mode": "full"}},
         ),
     ),
     Case(

@@ -41,9 +41,7 @@ PROMISES = [
         "docs/activation_checkpoint.md",
         "`activation_checkpoint.preserve_rng_state`, `determinism_check`, `debug`: as in",
         Break(
-            "apply",
-            "preserve_rng_state=section.preserve_rng_state,",
-            "preserve_rng_state=False,",
+            "apply", "preserve_rng_state=section.preserve_rng_state,", "preserve_rng_state=False,"
         ),
         (
             "unit/parallelize/test_activation_checkpoint.py::test_recomputation_draws_the_random_numbers_of_the_forward_pass",
@@ -122,11 +120,7 @@ PROMISES = [
         "advice about a bad checkpoint",
         "docs/faults.md",
         "says so and advises you to move that checkpoint away",
-        Break(
-            "Checkpoints.__exit__",
-            "if isinstance(error, NonFiniteError) and",
-            "if False and",
-        ),
+        Break("Checkpoints.__exit__", "if isinstance(error, NonFiniteError) and", "if False and"),
         (
             "unit/test_run.py::test_a_checkpoint_whose_first_step_is_not_finite_is_named",
             "parity/test_non_finite.py",

@@ -5,11 +5,7 @@ from __future__ import annotations
 from tests.promises.breaking import Break, Promise
 
 THREADS = ("unit/ranks/test_threads.py",)
-PROCESSES = (
-    "unit/ranks/test_launch.py",
-    "unit/ranks/test_settings.py",
-    "unit/test_start.py",
-)
+PROCESSES = ("unit/ranks/test_launch.py", "unit/ranks/test_settings.py", "unit/test_start.py")
 
 
 def wrong(name: str, tests: tuple[str, ...], where: str, old: str, new: str) -> Promise:

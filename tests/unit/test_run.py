@@ -18,12 +18,7 @@ from titanlite.observe.metrics import read_metrics
 
 JOB: dict[str, dict[str, Any]] = {
     "model": {"flavor": "debug", "dim": 16, "num_layers": 1, "ffn_hidden_dim": 16},
-    "training": {
-        "dataset": "synthetic",
-        "global_batch_size": 2,
-        "local_batch_size": 2,
-        "steps": 5,
-    },
+    "training": {"dataset": "synthetic", "global_batch_size": 2, "local_batch_size": 2, "steps": 5},
     "parallelism": {"data_parallel_shard_degree": 1},
     "activation_checkpoint": {"mode": "none"},
     "sampling": {"num_samples": 0},

@@ -213,9 +213,7 @@ def test_a_backend_that_does_not_exist_is_refused_with_the_rest() -> None:
         'compile.backend: there is no backend "eagr"; did you mean "eager"?'
     ]
     many = job(
-        "--compile.enable",
-        "--compile.backend=eagr",
-        "--parallelism.data_parallel_shard_degree=512",
+        "--compile.enable", "--compile.backend=eagr", "--parallelism.data_parallel_shard_degree=512"
     )
     assert [line.partition(":")[0] for line in problems_of(lambda: check_start(many))] == [
         "parallelism.data_parallel_shard_degree",

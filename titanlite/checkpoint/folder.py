@@ -15,12 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.checkpoint.manifest import (
-    MANIFEST,
-    BrokenCheckpointError,
-    Manifest,
-    read_manifest,
-)
+from titanlite.checkpoint.manifest import MANIFEST, BrokenCheckpointError, Manifest, read_manifest
 from titanlite.errors import ConfigError
 from titanlite.files import flush, hold
 

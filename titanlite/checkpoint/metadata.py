@@ -26,11 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titanlite.checkpoint.manifest import (
-    METADATA,
-    BrokenCheckpointError,
-    open_in_checkpoint,
-)
+from titanlite.checkpoint.manifest import METADATA, BrokenCheckpointError, open_in_checkpoint
 from titanlite.files import shown
 
 # No disk holds 2**62 elements or bytes, and the sum of two such numbers fits in an int64.
@@ -197,10 +193,7 @@ class _Builder:
         return _StorageInfo(path, offset, length)
 
     def _check_places(
-        self,
-        name: str,
-        stored: TensorStorageMetadata,
-        places: Mapping[MetadataIndex, _StorageInfo],
+        self, name: str, stored: TensorStorageMetadata, places: Mapping[MetadataIndex, _StorageInfo]
     ) -> None:
         for chunk in stored.chunks:
             place = places.get(MetadataIndex(name, chunk.offsets))

@@ -14,11 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from titanlite.checkpoint import state
 from titanlite.checkpoint.folder import CheckpointFolder, Found, look_at
 from titanlite.checkpoint.group import CheckpointGroup
-from titanlite.checkpoint.manifest import (
-    BrokenCheckpointError,
-    Manifest,
-    check_files,
-)
+from titanlite.checkpoint.manifest import BrokenCheckpointError, Manifest, check_files
 from titanlite.checkpoint.metadata import read_metadata
 from titanlite.checkpoint.storage import load, stored_tensors, tensors_in, told_by_rank
 from titanlite.checkpoint.weights import load_safetensors

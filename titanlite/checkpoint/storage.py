@@ -118,11 +118,7 @@ def save(pieces: Pieces, folder: Path, group: dist.ProcessGroup | None, seal: Se
 
 
 def save_async(
-    pieces: Pieces,
-    folder: Path,
-    group: dist.ProcessGroup | None,
-    seal: Seal,
-    stager: AsyncStager,
+    pieces: Pieces, folder: Path, group: dist.ProcessGroup | None, seal: Seal, stager: AsyncStager
 ) -> Any:
     """Like `save`, in a thread, from a copy by `stager`; returns a concurrent.futures.Future.
 
@@ -138,10 +134,7 @@ def save_async(
 
 
 def load(
-    pieces: Pieces,
-    folder: Path,
-    group: dist.ProcessGroup | None,
-    metadata: Metadata | None = None,
+    pieces: Pieces, folder: Path, group: dist.ProcessGroup | None, metadata: Metadata | None = None
 ) -> None:
     """Fill the pieces of each rank of `group` from the checkpoint in `folder`.
 

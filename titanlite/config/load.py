@@ -25,12 +25,7 @@ from titanlite.config.keys import (
     model_keys,
     nearest_key,
 )
-from titanlite.config.model import (
-    ResolvedModel,
-    load_config_class,
-    load_model_spec,
-    resolve_model,
-)
+from titanlite.config.model import ResolvedModel, load_config_class, load_model_spec, resolve_model
 from titanlite.config.problems import REMOVE, REMOVE_OPTION, REMOVE_SECTION, explain
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import TOML_ERRORS, drop, parse_toml, put, show, show_name, unclosed_list

@@ -241,14 +241,11 @@ class Training(Section):
         None, "its file, folder, or name on the Hub (text, tokens, hf, c4, c4_test, cifar10)"
     )
     attend_across_documents: bool = key(
-        True,
-        "text: whether tokens attend to earlier documents of their sequence",
-        torchtitan=OWN,
+        True, "text: whether tokens attend to earlier documents of their sequence", torchtitan=OWN
     )
     local_batch_size: PositiveInt = key(8, "sequences per data-parallel rank and accumulation step")
     global_batch_size: CountOrMinusOne = key(
-        -1,
-        "sequences per step, accumulated if needed; -1: local_batch_size x data-parallel degree",
+        -1, "sequences per step, accumulated if needed; -1: local_batch_size x data-parallel degree"
     )
     seq_len: PositiveInt | None = key(
         None,
@@ -263,9 +260,7 @@ class Training(Section):
         False, "FSDP: keep parameters, gradients and optimizer state in CPU memory"
     )
     cpu_offload_pin_memory: bool = key(
-        True,
-        "on CUDA, pin the offloaded memory; false if CPU memory is short",
-        torchtitan=OWN,
+        True, "on CUDA, pin the offloaded memory; false if CPU memory is short", torchtitan=OWN
     )
     dtype: Dtype = key("float32", "dtype of parameters, gradients and optimizer state")
     mixed_precision_param: Dtype | None = key(

@@ -164,9 +164,7 @@ class DatasetSpec:
         if self.vocab_size is None or takes is None or takes >= self.vocab_size:
             return None
         return Misfit(
-            f"{self.vocab_size} values",
-            f"{takes}",
-            (f"model.vocab_size to {self.vocab_size}",),
+            f"{self.vocab_size} values", f"{takes}", (f"model.vocab_size to {self.vocab_size}",)
         )
 
     def make(self, *, model: Any, seq_len: int, **arguments: Any) -> Dataset:

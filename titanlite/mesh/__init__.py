@@ -9,10 +9,7 @@ if TYPE_CHECKING:
     from titanlite.mesh.device_mesh import build_meshes as build_meshes
     from titanlite.mesh.parallel_dims import ParallelDims as ParallelDims
 
-PUBLIC = {
-    "parallel_dims": ("ParallelDims",),
-    "device_mesh": ("build_meshes", "Meshes"),
-}
+PUBLIC = {"parallel_dims": ("ParallelDims",), "device_mesh": ("build_meshes", "Meshes")}
 """The public names, by module."""
 
 lazy(__name__, PUBLIC)

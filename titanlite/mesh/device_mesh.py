@@ -7,13 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.mesh.parallel_dims import (
-    AXES,
-    EXPERT_SHARDS,
-    ParallelDims,
-    axes_where,
-    flat_name,
-)
+from titanlite.mesh.parallel_dims import AXES, EXPERT_SHARDS, ParallelDims, axes_where, flat_name
 
 
 @dataclass(frozen=True)
@@ -90,9 +84,7 @@ def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = Fa
     sharded, replicated = (axes_where(weights=kind) for kind in ("sharded", "replicated"))
     axes = [axis for axis in AXES if dims.degrees[axis] > 1 or axis == sharded[0]]
     world = init_device_mesh(
-        device_type,
-        tuple(dims.degrees[axis] for axis in axes),
-        mesh_dim_names=tuple(axes),
+        device_type, tuple(dims.degrees[axis] for axis in axes), mesh_dim_names=tuple(axes)
     )
     dp = world[sharded[0]]
     used = tuple(axis for axis in sharded if axis in axes)

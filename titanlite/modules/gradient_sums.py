@@ -38,12 +38,7 @@ class Mark(NamedTuple):
 
 
 def sum_gradient(
-    owner: nn.Module,
-    leaf: str,
-    axis: str,
-    group: dist.ProcessGroup,
-    *,
-    differs: bool = False,
+    owner: nn.Module, leaf: str, axis: str, group: dist.ProcessGroup, *, differs: bool = False
 ) -> None:
     """Mark the parameter `leaf` of the module `owner`: its gradient is summed over `group`.
 
@@ -64,9 +59,7 @@ def marks_of(model: nn.Module) -> dict[str, tuple[Mark, ...]]:
     return {name: marks for name, _, marks in _marked([model])}
 
 
-def _marked(
-    parts: Iterable[nn.Module],
-) -> Iterator[tuple[str, nn.Parameter, tuple[Mark, ...]]]:
+def _marked(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter, tuple[Mark, ...]]]:
     for part in parts:
         for prefix, module in part.named_modules():
             for leaf, marks in module.__dict__.get(MARKS, {}).items():

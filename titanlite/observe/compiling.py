@@ -18,10 +18,7 @@ class CompileReport:
     """
 
     def __init__(
-        self,
-        what: str,
-        say: Callable[[str], None],
-        clock: Callable[[], float] = time.perf_counter,
+        self, what: str, say: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._what, self._say, self._clock = what, say, clock
         self._num_graphs = 0

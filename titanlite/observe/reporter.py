@@ -22,16 +22,8 @@ from titanlite.errors import ConfigError
 from titanlite.job import Job
 from titanlite.observe.first_screen import render_screen
 from titanlite.observe.mesh_drawing import draw_mesh
-from titanlite.observe.metrics import (
-    MetricsLog,
-    StepRecord,
-    mfu,
-    peak_memory_bytes,
-)
-from titanlite.observe.pipeline_timeline import (
-    PipelineRecorder,
-    gather_timeline,
-)
+from titanlite.observe.metrics import MetricsLog, StepRecord, mfu, peak_memory_bytes
+from titanlite.observe.pipeline_timeline import PipelineRecorder, gather_timeline
 from titanlite.observe.profiling import profile_steps, snapshot_memory
 from titanlite.observe.progress import Progress
 from titanlite.observe.run_facts import Data, Machine, name_idle_keys, run_facts
@@ -56,12 +48,7 @@ class Artist(Protocol):
     """What draws the pictures of a run, which draws none itself; titanlite.tools.gallery is one."""
 
     def draw_end(
-        self,
-        job: Job,
-        folder: Path,
-        say: Callable[[str], None],
-        is_stopped: Callable[[], bool],
-        /,
+        self, job: Job, folder: Path, say: Callable[[str], None], is_stopped: Callable[[], bool], /
     ) -> None:
         """Draw the loss and samples in `folder`; every rank calls this, and rank 0 draws."""
 

@@ -65,10 +65,7 @@ class TensorAccount:
 
 
 def account_of(
-    parts: Mapping[int, nn.Module],
-    dims: ParallelDims,
-    plan: ParallelPlan,
-    tied: Mapping[str, str],
+    parts: Mapping[int, nn.Module], dims: ParallelDims, plan: ParallelPlan, tied: Mapping[str, str]
 ) -> dict[str, TensorAccount]:
     """The accounts of this rank's `parts`, its pipeline stages by number, by canonical name.
 

@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from titanlite.ranks.world import World as World
     from titanlite.ranks.world import open_world as open_world
 
-PUBLIC = {
-    "launch": ("spawn", "torchrun_place", "Place"),
-    "world": ("open_world", "World"),
-}
+PUBLIC = {"launch": ("spawn", "torchrun_place", "Place"), "world": ("open_world", "World")}
 """The public names, by module."""
 
 lazy(__name__, PUBLIC)

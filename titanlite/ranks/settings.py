@@ -45,12 +45,7 @@ SKIPS_SIDE_EFFECTS = Setting(
 CACHE_TAG = Setting("torch.compiler.config", "cache_key_tag")
 # The values for a job that does not ask for others. The other settings are set by each build, one
 # way or the other, or have no meaning for a job that does not set them.
-USUAL = {
-    MEMORY_BUDGET: 1.0,
-    DDP_GRAPHS: True,
-    SKIPS_SIDE_EFFECTS: False,
-    FUSES_PRODUCTS: False,
-}
+USUAL = {MEMORY_BUDGET: 1.0, DDP_GRAPHS: True, SKIPS_SIDE_EFFECTS: False, FUSES_PRODUCTS: False}
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 RECORDER = "TORCH_FR_BUFFER_SIZE"

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from titanlite.training.loss import token_loss_sum as token_loss_sum
     from titanlite.training.norm import clip_gradients as clip_gradients
     from titanlite.training.norm import gradient_norm as gradient_norm
-    from titanlite.training.norm import (
-        reduce_partial_gradients as reduce_partial_gradients,
-    )
+    from titanlite.training.norm import reduce_partial_gradients as reduce_partial_gradients
     from titanlite.training.optimizer import build_optimizer as build_optimizer
     from titanlite.training.optimizer import build_scheduler as build_scheduler
     from titanlite.training.step import StepResult as StepResult

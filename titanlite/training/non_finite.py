@@ -50,9 +50,7 @@ class Findings:
 
 
 def explain_non_finite(
-    parts: Mapping[int, nn.Module],
-    run_again: Callable[[], float],
-    world_mesh: DeviceMesh,
+    parts: Mapping[int, nn.Module], run_again: Callable[[], float], world_mesh: DeviceMesh
 ) -> str:
     """What was non-finite first, as a sentence that is the same on every rank; all must call this.
 

@@ -25,11 +25,7 @@ from titanlite.training.generators import Generators
 from titanlite.training.loss import Loss, loss_context
 from titanlite.training.metrics import Metric, ValidationResult, sums_of
 from titanlite.training.non_finite import explain_non_finite
-from titanlite.training.norm import (
-    clip_gradients,
-    gradient_norm,
-    reduce_partial_gradients,
-)
+from titanlite.training.norm import clip_gradients, gradient_norm, reduce_partial_gradients
 from titanlite.training.optimizer import base_lr
 
 

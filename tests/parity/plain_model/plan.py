@@ -14,9 +14,7 @@ PLANS = {
             "layers.*.w2": RowwiseParallel(output_layouts=Replicate()),
             "output": ColwiseParallel(output_layouts=Replicate()),
         },
-        loss_parallel={
-            "output": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        },
+        loss_parallel={"output": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)},
         blocks="layers",
         embeddings=("tok_emb",),
         head=("output",),

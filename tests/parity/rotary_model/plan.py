@@ -24,9 +24,7 @@ PLANS = {
             "layers.*.feed_forward.w2": RowwiseParallel(),
             "output": ColwiseParallel(output_layouts=Replicate()),
         },
-        loss_parallel={
-            "output": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        },
+        loss_parallel={"output": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)},
         embeddings=("tok_emb",),
         head=("norm", "output"),
         sequence_dim=None,
@@ -54,7 +52,7 @@ PLANS = {
         loss_parallel={
             "output": ColwiseParallel(
                 input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-            ),
+            )
         },
         embeddings=("tok_emb",),
         head=("norm", "output"),

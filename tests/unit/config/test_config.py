@@ -13,13 +13,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.config import (
-    JobConfig,
-    load_model_spec,
-    make_model_config,
-    override,
-    parse_args,
-)
+from titanlite.config import JobConfig, load_model_spec, make_model_config, override, parse_args
 from titanlite.config.changes import changed_keys
 from titanlite.config.document import format_config
 from titanlite.config.keys import job_keys, job_sections

@@ -109,11 +109,7 @@ def job(**parallelism: int) -> Any:
     sizes = {"dim": 48, "num_heads": 24, "ffn_hidden_dim": 48, "vocab_size": 24}
     sizes["image_height"] = 24
     return JobConfig.from_dict(
-        {
-            "parallelism": parallelism,
-            "model": sizes,
-            "training": {"dataset": "synthetic"},
-        }
+        {"parallelism": parallelism, "model": sizes, "training": {"dataset": "synthetic"}}
     )
 
 

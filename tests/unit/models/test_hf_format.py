@@ -39,11 +39,7 @@ LAYOUTS: list[tuple[tuple[int, ...], HFTensor, Callable[[Tensor], Tensor]]] = [
     ((4, 3, 2), HFTensor("w", is_flat=True), lambda w: w.reshape(4, 6)),
     ((3, 2), HFTensor("w", is_flat=True), lambda w: w.flatten()),
     # Rows 0, 2, 4, 1, 3, 5 of each head of 6.
-    (
-        (12, 2),
-        HFTensor("w", head_dim=6),
-        lambda w: w[[0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]],
-    ),
+    ((12, 2), HFTensor("w", head_dim=6), lambda w: w[[0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]]),
     ((12,), HFTensor("w", head_dim=6), lambda w: w[[0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]]),
 ]
 
@@ -188,10 +184,7 @@ def test_mistakes_in_a_folder_are_one_line(tmp_path: Path) -> None:
             {"net.ab": "../a.safetensors"},
             f"checkpoint: FOLDER/{INDEX} has no valid weight_map; download or save it again",
         ),
-        (
-            [],
-            f"checkpoint: FOLDER/{INDEX} has no valid weight_map; download or save it again",
-        ),
+        ([], f"checkpoint: FOLDER/{INDEX} has no valid weight_map; download or save it again"),
     ):
         index.write_text(json.dumps({"weight_map": weight_map}))
         assert told() == said

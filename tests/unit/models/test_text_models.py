@@ -321,12 +321,7 @@ PROBLEMS: list[tuple[Any, dict[str, int], int, list[tuple[str, str]]]] = [
         LLAMA3_8B,
         {"tp": 16},
         8192,
-        [
-            (
-                "parallelism.tensor_parallel_degree",
-                "16 does not divide model.n_kv_heads 8; give 8",
-            )
-        ],
+        [("parallelism.tensor_parallel_degree", "16 does not divide model.n_kv_heads 8; give 8")],
     ),
     (
         replace(LLAMA3_8B, n_heads=5),
@@ -365,10 +360,7 @@ PROBLEMS: list[tuple[Any, dict[str, int], int, list[tuple[str, str]]]] = [
         {"tp": 2},
         2048,
         [
-            (
-                "parallelism.tensor_parallel_degree",
-                "2 does not divide model.n_heads 25; give 1",
-            ),
+            ("parallelism.tensor_parallel_degree", "2 does not divide model.n_heads 25; give 1"),
             (
                 "training.seq_len",
                 "2048 is more than the 1024 positions of model.max_seq_len; give at most that many "

@@ -336,11 +336,7 @@ def problems_of(parallelism: dict[str, int], **model: Any) -> list[str]:
     return caught.value.problems
 
 
-EP, TP, SHARD = (
-    "expert_parallel_degree",
-    "tensor_parallel_degree",
-    "data_parallel_shard_degree",
-)
+EP, TP, SHARD = ("expert_parallel_degree", "tensor_parallel_degree", "data_parallel_shard_degree")
 
 
 @pytest.mark.parametrize(

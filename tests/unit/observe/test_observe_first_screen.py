@@ -64,13 +64,7 @@ def test_the_shipped_job_says_what_it_is_going_to_do() -> None:
         ("cuda", "cuda", 4, "cuda, 4 ranks with nccl, H100", False),
         ("auto", "cuda", 4, "cuda, 4 ranks with nccl, H100", False),
         ("auto", "cpu", 0, "cpu, 4 ranks with gloo; this machine has no GPU", False),
-        (
-            "auto",
-            "cpu",
-            1,
-            "cpu, 4 ranks with gloo; not cuda: 4 ranks need more than 1 GPU",
-            True,
-        ),
+        ("auto", "cpu", 1, "cpu, 4 ranks with gloo; not cuda: 4 ranks need more than 1 GPU", True),
     ],
 )
 def test_a_device_that_auto_does_not_use_is_said(

@@ -30,8 +30,7 @@ def test_every_attempt_has_a_name_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("here", "line"),
-    [([0, 2], "ranks 1, 3 did not join"), ([1, 3], "rank 0 did not join")],
+    ("here", "line"), [([0, 2], "ranks 1, 3 did not join"), ([1, 3], "rank 0 did not join")]
 )
 def test_ranks_that_do_not_come_are_named_in_time(here: list[int], line: str):
     store = dist.HashStore()

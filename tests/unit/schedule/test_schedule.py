@@ -150,10 +150,7 @@ def test_blocked_receive_is_named():
 
 @pytest.mark.parametrize(
     ("dropped", "said"),
-    [
-        ("1F2", "1F2 is missing"),
-        ("0B1", "backward of stage 0 for microbatch 1 is missing"),
-    ],
+    [("1F2", "1F2 is missing"), ("0B1", "backward of stage 0 for microbatch 1 is missing")],
 )
 def test_missing_work_is_named(dropped, said):
     schedule = make_schedule("1F1B", 2, 4)

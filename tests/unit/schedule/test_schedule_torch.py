@@ -5,13 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from titanlite.schedule import (
-    ScheduleError,
-    add_communication,
-    make_schedule,
-    read_csv,
-    write_csv,
-)
+from titanlite.schedule import ScheduleError, add_communication, make_schedule, read_csv, write_csv
 from titanlite.schedule.lower import add_sends_and_receives
 
 pytest.importorskip("torch.distributed.pipelining")

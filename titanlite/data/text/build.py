@@ -80,10 +80,7 @@ def build_text(
             f"set training.seq_len to at most {max(1, len(stream) - 1):,}, or give more text{other}"
         )
     return PackedText(
-        stream,
-        seq_len,
-        shuffle_seed=seed if split == "train" else None,
-        end_of_text=end,
+        stream, seq_len, shuffle_seed=seed if split == "train" else None, end_of_text=end
     )
 
 

@@ -23,12 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from titanlite.data.text.documents import (
-    Document,
-    first_of,
-    python_manual,
-    read_documents,
-)
+from titanlite.data.text.documents import Document, first_of, python_manual, read_documents
 from titanlite.data.text.packed import Stream
 from titanlite.data.text.tokenizer import Tokenizer
 from titanlite.errors import ConfigError

@@ -21,13 +21,7 @@ from torch.utils.checkpoint import (
 import titanlite.parallelize.context_parallel.ring  # noqa: F401 (registers its operator)
 from titanlite.errors import TitanliteError
 from titanlite.parallelize.activation_checkpoint.buffers import BufferStates, around, has_buffers
-from titanlite.parallelize.arguments import (
-    Plan,
-    as_plan,
-    check_choice,
-    check_flags,
-    check_names,
-)
+from titanlite.parallelize.arguments import Plan, as_plan, check_choice, check_flags, check_names
 from titanlite.parallelize.async_tensor_parallel.ring_product import PRODUCT_SCATTER
 from titanlite.parallelize.plan import find_container
 from titanlite.ranks import settings

@@ -32,11 +32,7 @@ class CompileReport:
 
 
 def apply_compile(
-    model: nn.Module,
-    *,
-    backend: str = "inductor",
-    fullgraph: bool = True,
-    plan: Plan | None = None,
+    model: nn.Module, *, backend: str = "inductor", fullgraph: bool = True, plan: Plan | None = None
 ) -> CompileReport:
     """Compile each block of `model` in place.
 

@@ -12,13 +12,7 @@ def apply(part: Part) -> PlanRow:
     """Spread experts over ranks."""
     meshes, dims = part.meshes, part.dims
     feature = "expert parallel"
-    report = apply_ep(
-        part.model,
-        meshes.ep,
-        tp_mesh=meshes.tp,
-        cp_mesh=meshes.cp,
-        plan=part.plan,
-    )
+    report = apply_ep(part.model, meshes.ep, tp_mesh=meshes.tp, cp_mesh=meshes.cp, plan=part.plan)
     known = expert_layers([part.whole or part.model])
     if not known:
         return PlanRow(feature, "off", "off")

@@ -28,12 +28,10 @@ class Float8Section(Section):
         False, "compute all scales of these weights at once, after each optimizer step"
     )
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = key(
-        None,
-        "scale per tensor (if not set) or row; gw_hp: weight gradients in high precision",
+        None, "scale per tensor (if not set) or row; gw_hp: weight gradients in high precision"
     )
     filter_fqns: Values[Name] = key(
-        (),
-        "parts of names of layers not to convert; auto_filter_small_kn: small layers",
+        (), "parts of names of layers not to convert; auto_filter_small_kn: small layers"
     )
     emulate: bool = key(False, "emulate float8, even if the hardware supports it")
 

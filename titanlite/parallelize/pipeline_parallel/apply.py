@@ -39,9 +39,7 @@ from titanlite.schedule.actions import COMPUTE_KINDS
 
 
 def split_model(
-    model: nn.Module,
-    stages: Sequence[Sequence[str]],
-    forward: Callable[..., Any] | None = None,
+    model: nn.Module, stages: Sequence[Sequence[str]], forward: Callable[..., Any] | None = None
 ) -> list[nn.Module]:
     """Copies of `model`, one per stage, each with only the modules that the stage names.
 
@@ -329,12 +327,7 @@ class PipelineRunner:
         self._num_shards, self._sequence_dim = num_shards, sequence_dim
         self._tied = tied or {}
         self.copies = StageCopies(
-            self._tied,
-            self._parts,
-            plain_parts,
-            schedule.stage_to_rank,
-            self.group,
-            self._device,
+            self._tied, self._parts, plain_parts, schedule.stage_to_rank, self.group, self._device
         )
         self._known: dict[int, list[tuple[Tensor, ...]]] = {}
         # The batch and loss function of the running step.

@@ -11,9 +11,7 @@ from titanlite.lazy import lazy
 if TYPE_CHECKING:
     from titanlite.tools.by_hand.checkpoints import Loaded as Loaded
 
-PUBLIC = {
-    "checkpoints": ("Loaded",),
-}
+PUBLIC = {"checkpoints": ("Loaded",)}
 """The public names, by module."""
 
 lazy(__name__, PUBLIC)

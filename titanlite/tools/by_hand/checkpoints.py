@@ -18,12 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from titanlite.checkpoint import state
 from titanlite.checkpoint.folder import CheckpointFolder, Found, make_token
-from titanlite.checkpoint.manifest import (
-    BrokenCheckpointError,
-    FileRecord,
-    Manifest,
-    check_files,
-)
+from titanlite.checkpoint.manifest import BrokenCheckpointError, FileRecord, Manifest, check_files
 from titanlite.checkpoint.storage import load, save, stored_tensors, told_by_rank
 from titanlite.errors import TitanliteError
 from titanlite.modules.shards import buffers_of, parameters_of

@@ -142,10 +142,7 @@ class HostChannel(VirtualChannel):
     """
 
     def __init__(
-        self,
-        post: Callable[[bytes], None],
-        take: Callable[[], bytes],
-        counts: Counts | None = None,
+        self, post: Callable[[bytes], None], take: Callable[[], bytes], counts: Counts | None = None
     ) -> None:
         self._post = post
         self._take = take

@@ -10,15 +10,7 @@ from collections import Counter
 
 from titanlite.errors import RankError
 from titanlite.tools.lab.pictures import Record
-from titanlite.tools.lab.record import (
-    COLLECTIVE,
-    RECEIVE,
-    RETURN,
-    SEND,
-    WAIT,
-    Call,
-    Event,
-)
+from titanlite.tools.lab.record import COLLECTIVE, RECEIVE, RETURN, SEND, WAIT, Call, Event
 
 # What CommunicationError.kind may be.
 COLLECTIVES, SIZE, DTYPE = "collectives", "size", "dtype"

@@ -34,9 +34,7 @@ from titanlite.lazy import lazy
 if TYPE_CHECKING:
     from titanlite.tools.planner.from_python import PlanResult as PlanResult
 
-PUBLIC = {
-    "from_python": ("PlanResult",),
-}
+PUBLIC = {"from_python": ("PlanResult",)}
 """The public names, by module."""
 
 lazy(__name__, PUBLIC)

@@ -225,11 +225,7 @@ def _fit_operators(samples: Sequence[Sample]) -> dict[str, list[float]]:
         if sum(seconds for _, seconds in of) < LEAST_SHARE * total:
             continue
         rows = [
-            (
-                1.0,
-                operator.bytes_read + operator.bytes_written,
-                computed_flops(operator, "cpu"),
-            )
+            (1.0, operator.bytes_read + operator.bytes_written, computed_flops(operator, "cpu"))
             for operator, _ in of
         ]
         # Where all samples are of one size, this tells a call's time from that of its bytes.
@@ -299,10 +295,7 @@ def _fit_host(steps: Sequence[Step], hardware: Hardware) -> dict[str, float]:
 
 
 def hardware_text(
-    samples: Sequence[Sample],
-    steps: Sequence[Step],
-    transfers: Transfers,
-    probe_seconds: float,
+    samples: Sequence[Sample], steps: Sequence[Step], transfers: Transfers, probe_seconds: float
 ) -> str:
     """The hardware file of these measurements.
 

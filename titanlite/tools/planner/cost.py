@@ -12,13 +12,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from titanlite.mesh.parallel_dims import (
-    AXES,
-    EXPERT_SHARDS,
-    ParallelDims,
-    axes_of,
-    axes_where,
-)
+from titanlite.mesh.parallel_dims import AXES, EXPERT_SHARDS, ParallelDims, axes_of, axes_where
 from titanlite.tools.planner.events import FROM_RANK_TO_RANK, HOST_LINK, Communication, Operator
 from titanlite.tools.planner.hardware import Hardware, Interconnect
 from titanlite.tools.simulate.network import bytes_sent

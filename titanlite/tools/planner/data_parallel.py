@@ -21,14 +21,7 @@ from titanlite.tools.planner.composition import (
     offloads,
     uses_fsdp,
 )
-from titanlite.tools.planner.events import (
-    HOST_LINK,
-    TO_DEVICE,
-    TO_HOST,
-    Event,
-    Operator,
-    Site,
-)
+from titanlite.tools.planner.events import HOST_LINK, TO_DEVICE, TO_HOST, Event, Operator, Site
 from titanlite.tools.planner.float8_cast import add_cast, amaxes_in_advance
 
 DDP_BUCKET_BYTES = 100 << 20
@@ -201,11 +194,7 @@ class Replication:
         return list(amaxes_in_advance(found, over, self.dims.tp))
 
     def finish_gather(
-        self,
-        builder: Builder,
-        weights: Sequence[Weight],
-        numbers: Sequence[int],
-        place: Site,
+        self, builder: Builder, weights: Sequence[Weight], numbers: Sequence[int], place: Site
     ) -> None:
         """Wait for the all-gather, and copy its output into the parameters."""
         num_bytes, issued = self._gathered_bytes(weights), len(builder.events)

@@ -78,8 +78,5 @@ def _join(chain: Sequence[Operator]) -> Operator:
             written += before.bytes_written
     largest = max(chain, key=lambda one: one.bytes_written)
     return replace(
-        largest,
-        name=FUSED,
-        bytes_read=read,
-        bytes_written=written + chain[-1].bytes_written,
+        largest, name=FUSED, bytes_read=read, bytes_written=written + chain[-1].bytes_written
     )

@@ -204,10 +204,7 @@ def _time_collectives(rank: int, num_ranks: int, probe: Probe) -> Transfers:
     right, left = (rank + 1) % num_ranks, (rank - 1) % num_ranks
 
     def exchange(whole: torch.Tensor, other: torch.Tensor) -> None:
-        operations = [
-            dist.P2POp(dist.isend, whole, right),
-            dist.P2POp(dist.irecv, other, left),
-        ]
+        operations = [dist.P2POp(dist.isend, whole, right), dist.P2POp(dist.irecv, other, left)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 

@@ -29,10 +29,7 @@ COLLECTIVES: dict[str, tuple[str, int, int]] = {
     "c10d::recv_": ("receive", 0, 1),
 }
 GROUPED = "aten::_grouped_mm"
-PRODUCTS = (
-    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"),
-    GROUPED,
-)
+PRODUCTS = (*("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"), GROUPED)
 # Attention kernels: the number of products, each of 2 B H T T E operations, and the positions of q
 # and of is_causal among the arguments.
 ATTENTION = {

@@ -140,11 +140,7 @@ def show_memory(plan: JobPlan, width: int = 100, color: bool = False) -> list[st
 
 
 def _show_peaks(
-    plan: JobPlan,
-    peaks: Sequence[Peak],
-    what: tuple[str, str, float],
-    width: int,
-    color: bool,
+    plan: JobPlan, peaks: Sequence[Peak], what: tuple[str, str, float], width: int, color: bool
 ) -> list[str]:
     """Bars and a table of the ranks' peaks; `what` is the title, and the limit with its name."""
     title, limit_name, whole = what

@@ -22,13 +22,7 @@ from typing import Any
 
 from titanlite.config import JobConfig
 from titanlite.tools.planner.bounds import Frontier
-from titanlite.tools.planner.evaluate import (
-    DOES_NOT_FIT,
-    Evaluator,
-    FailedPlan,
-    FoundPlan,
-    Result,
-)
+from titanlite.tools.planner.evaluate import DOES_NOT_FIT, Evaluator, FailedPlan, FoundPlan, Result
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.space import CP, EP, TP, Space, groups, without_layouts
 

@@ -104,12 +104,7 @@ def make_timeline(spans: Sequence[StepSpan], dims: ParallelDims) -> Timeline:
         [f"rank {rank} ({dims.describe_place(rank)})" for rank in ranks],
         [
             Span(
-                row[one.rank],
-                1e3 * one.start,
-                1e3 * one.end,
-                _kind(one),
-                one.stage,
-                one.microbatch,
+                row[one.rank], 1e3 * one.start, 1e3 * one.end, _kind(one), one.stage, one.microbatch
             )
             for one in spans
         ],

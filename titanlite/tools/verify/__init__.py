@@ -43,10 +43,7 @@ if TYPE_CHECKING:
     from titanlite.tools.verify.program.comparison import Comparer as Comparer
     from titanlite.tools.verify.program.comparison import Comparison as Comparison
 
-PUBLIC = {
-    "from_python": ("VerifyResult",),
-    "program.comparison": ("Comparer", "Comparison"),
-}
+PUBLIC = {"from_python": ("VerifyResult",), "program.comparison": ("Comparer", "Comparison")}
 """The public names, by module."""
 
 lazy(__name__, PUBLIC)

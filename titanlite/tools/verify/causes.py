@@ -36,13 +36,7 @@ def find_causes(
 
     The first differing step is run again with detailed recording, and with features turned off.
     """
-    evidence = JobEvidence(
-        found.job.dims,
-        reference.steps,
-        measured,
-        found,
-        job=found.job,
-    )
+    evidence = JobEvidence(found.job.dims, reference.steps, measured, found, job=found.job)
     first = {f.kind for f in found.failures if f.step == evidence.step}
     if first and first <= EVALUATED:
         # If training is wrong too, that is diagnosed.

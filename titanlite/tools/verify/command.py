@@ -106,12 +106,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def verify_one(options: Options) -> int:
     """Verify the job that the options name."""
-    from titanlite.tools.verify.report import (
-        format_header,
-        format_verification,
-        to_json,
-        verdict,
-    )
+    from titanlite.tools.verify.report import format_header, format_verification, to_json, verdict
     from titanlite.tools.verify.verify import Verifier
 
     if options.processes:

@@ -85,10 +85,7 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
 
 
 def _elsewhere(
-    e: JobEvidence,
-    layer: str,
-    moved: dict[int, tuple],
-    seen: dict[int, ExpertTrace],
+    e: JobEvidence, layer: str, moved: dict[int, tuple], seen: dict[int, ExpertTrace]
 ) -> str:
     number = sum(map(len, moved.values()))
     total = sum(trace.num_tokens for trace in seen.values())

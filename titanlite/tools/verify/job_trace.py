@@ -41,20 +41,10 @@ from titanlite.tools.verify.record import (
 )
 from titanlite.tools.verify.routing import compare_routing, recorded_routing, routing_record
 from titanlite.tools.verify.run import draw_zero_parameters, loads_of
-from titanlite.tools.verify.sequences import (
-    cut_again,
-    leave_out_targets,
-    places_in,
-    sequences_of,
-)
+from titanlite.tools.verify.sequences import cut_again, leave_out_targets, places_in, sequences_of
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import Subject
-from titanlite.tools.verify.tracing import (
-    TOLERANCES,
-    compare_outputs,
-    sum_gradients,
-    sum_outputs,
-)
+from titanlite.tools.verify.tracing import TOLERANCES, compare_outputs, sum_gradients, sum_outputs
 
 # Outputs and cells' gradients are kept up to these totals.
 MOST_OUTPUT_BYTES, MOST_CELL_BYTES = 2 << 30, 1 << 30
@@ -154,19 +144,12 @@ def trace_plan(
     `names` are the gradients that differ, `modules` the reference's modules in forward order. Every
     rank of the world must call this.
     """
-    with (
-        world.patched(patch),
-        _at_step(world, resolved, step, folder) as (job, batches),
-    ):
+    with world.patched(patch), _at_step(world, resolved, step, folder) as (job, batches):
         if evaluates:
             job.trainer.step(batches)
             batches = list(itertools.islice(job.validation_batches(), 1))
         subject = subject_of(job)
-        with (
-            subject.recorded() as kept,
-            _scales_of(job) as scaled,
-            recorded_routing(job) as routed,
-        ):
+        with subject.recorded() as kept, _scales_of(job) as scaled, recorded_routing(job) as routed:
             loss = None
             if evaluates:
                 job.trainer.evaluate(batches)

@@ -115,12 +115,7 @@ class ExpectedPart:
         return self._part(call, whole, labels, rows, self.job.held_positions)
 
     def _part(
-        self,
-        call: Tensor,
-        whole: Tensor,
-        labels: tuple[int | None, ...],
-        rows: range,
-        held: Tensor,
+        self, call: Tensor, whole: Tensor, labels: tuple[int | None, ...], rows: range, held: Tensor
     ) -> Tensor | None:
         batch_dim, token_dim = labels
         if call.ndim != whole.ndim:

@@ -19,12 +19,7 @@ from titanlite.tools.verify.evidence import (
     worst,
 )
 from titanlite.tools.verify.gradients import explain_gradients
-from titanlite.tools.verify.record import (
-    ModuleOutput,
-    around,
-    module_of,
-    wrong_calls_in_order,
-)
+from titanlite.tools.verify.record import ModuleOutput, around, module_of, wrong_calls_in_order
 from titanlite.tools.verify.wording import (
     agree,
     is_near,

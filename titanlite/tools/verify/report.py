@@ -16,14 +16,7 @@ from titanlite.tools.verify.wording import listed
 WIDTH = 100
 # The lines about tokens that are routed elsewhere.
 MOST_MOVED = 6
-HEADINGS = (
-    "step",
-    "loss",
-    "norm",
-    "worst gradient",
-    "worst weight",
-    "state",
-)
+HEADINGS = ("step", "loss", "norm", "worst gradient", "worst weight", "state")
 
 
 def format_header(found: Verification, source: str, shrunk: list[str]) -> str:

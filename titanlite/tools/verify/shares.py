@@ -11,14 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from titanlite.tools.verify.record import (
-    Cell,
-    Fit,
-    RankRun,
-    RankTrace,
-    ReferenceTrace,
-    Shares,
-)
+from titanlite.tools.verify.record import Cell, Fit, RankRun, RankTrace, ReferenceTrace, Shares
 from titanlite.tools.verify.wording import (
     Explained,
     be_a_sum,

@@ -33,9 +33,7 @@ def generated(config: JobConfig) -> dict[str, Any]:
     return SYNTHETIC if is_alike else {}
 
 
-def read_small(
-    read: Callable[[Mapping[str, Any]], Reading],
-) -> tuple[Reading, list[str]]:
+def read_small(read: Callable[[Mapping[str, Any]], Reading]) -> tuple[Reading, list[str]]:
     """The job that `read` reads with some keys changed, made small, and each change in words."""
     # The data set of the job need not exist on this machine.
     changes = generated(read({}).config)

@@ -90,9 +90,7 @@ def gathered(value: T) -> list[T]:
 
 
 def sum_over_axes(
-    subject: Subject,
-    places: Sequence[object],
-    tensor: Callable[[], Tensor],
+    subject: Subject, places: Sequence[object], tensor: Callable[[], Tensor]
 ) -> dict[str, Tensor]:
     """Axis -> the sum of a tensor over it, if all ranks along it hold the same part.
 
@@ -157,9 +155,7 @@ def sum_outputs(
 
 
 def sum_gradients(
-    subject: Subject,
-    names: Iterable[str],
-    known: Mapping[str, Tensor],
+    subject: Subject, names: Iterable[str], known: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Agreement]]:
     """The gradients `names`, the same on every rank, each summed over each axis."""
     held, names = subject.held, [name for name in names if name in known]

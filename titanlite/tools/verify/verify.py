@@ -151,11 +151,7 @@ class Verifier:
         found.resume_problems = _merged(runs, lambda run: run.resume_problems)
 
     def _explain(
-        self,
-        found: Verification,
-        runs: list[RankRun],
-        reference: Reference,
-        patch: Patch | None,
+        self, found: Verification, runs: list[RankRun], reference: Reference, patch: Patch | None
     ) -> list[str]:
         """What is wrong, the most likely cause first."""
         findings = list(found.problems)

@@ -68,10 +68,7 @@ def build():
 
 generator = torch.Generator().manual_seed(12)
 batches = [
-    {
-        "x": torch.randn(8, 10, generator=generator),
-        "y": torch.randint(4, (8,), generator=generator),
-    }
+    {"x": torch.randn(8, 10, generator=generator), "y": torch.randint(4, (8,), generator=generator)}
     for _ in range(3)
 ]
 

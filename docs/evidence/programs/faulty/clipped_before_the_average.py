@@ -59,10 +59,7 @@ def train_batch(model, batch):
 
 generator = torch.Generator().manual_seed(7)
 batches = [
-    {
-        "x": torch.randn(8, 8, generator=generator),
-        "y": torch.randn(8, 2, generator=generator) * 3,
-    }
+    {"x": torch.randn(8, 8, generator=generator), "y": torch.randn(8, 2, generator=generator) * 3}
     for _ in range(3)
 ]
 

@@ -56,10 +56,7 @@ def build():
     model = Model()
     adapters = [module for module in model.modules() if isinstance(module, Adapter)]
     return FSDP(
-        model,
-        ignored_modules=adapters,
-        use_orig_params=True,
-        device_id=torch.device("cpu"),
+        model, ignored_modules=adapters, use_orig_params=True, device_id=torch.device("cpu")
     )
 
 

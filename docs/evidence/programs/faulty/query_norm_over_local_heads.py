@@ -11,11 +11,7 @@ mean square is that of the rank's part; it must be averaged over tp.
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import titanlite

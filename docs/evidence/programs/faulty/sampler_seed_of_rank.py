@@ -39,10 +39,7 @@ def read(batch, mesh):
     dataset = TensorDataset(batch["image"], batch["label"])
     worker_seeds = [11 * (rank + 1) for rank in range(mesh.size())]
     sampler = DistributedSampler(
-        dataset,
-        num_replicas=mesh.size(),
-        rank=dist.get_rank(),
-        seed=worker_seeds[dist.get_rank()],
+        dataset, num_replicas=mesh.size(), rank=dist.get_rank(), seed=worker_seeds[dist.get_rank()]
     )
     samples = [dataset[i] for i in sampler]
     image, label = (torch.stack(column) for column in zip(*samples))

@@ -125,11 +125,7 @@ def outcomes_of(rung):
             lambda outcomes: outcomes[0].losses.update({3: 1}),
             "the loss of item 3 is 1, not 14402996857",
         ),
-        (
-            {"dp": 2},
-            lambda outcomes: outcomes[1].losses.pop(9),
-            "the loss of item 9 is None",
-        ),
+        ({"dp": 2}, lambda outcomes: outcomes[1].losses.pop(9), "the loss of item 9 is None"),
         (
             {"tp": 2},
             lambda outcomes: outcomes[1].gradients.update(

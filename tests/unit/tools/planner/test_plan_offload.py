@@ -51,10 +51,7 @@ SLOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-FLOAT8 = {
-    "vocab_size": 32,
-    "converters": ["quantize.linear.float8"],
-}
+FLOAT8 = {"vocab_size": 32, "converters": ["quantize.linear.float8"]}
 GATHERS = {"quantize": {"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}}}
 
 

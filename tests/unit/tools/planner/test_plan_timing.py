@@ -19,11 +19,7 @@ from titanlite.tools.planner.hardware import (
     OperatorCost,
     load_hardware,
 )
-from titanlite.tools.planner.timing import (
-    started_ahead,
-    step_time,
-    time_events,
-)
+from titanlite.tools.planner.timing import started_ahead, step_time, time_events
 
 ONE = Curve(((1.0, 1.0),))
 A100 = load_hardware("a100")

@@ -245,9 +245,7 @@ TITLES = {
     "Pipeline: forward 0.5, backward 1 2 3 4": {"costs": Costs(0.5, lambda stage: stage + 1)},
     "Pipeline: activations 2, latency 0.1, nodes of 2, inside 0.5 per unit, no overlap": {
         "costs": Costs(
-            activation_units=2,
-            network=Network(Link(0.1), Link(0, 0.5), 2),
-            overlap_transfers=False,
+            activation_units=2, network=Network(Link(0.1), Link(0, 0.5), 2), overlap_transfers=False
         )
     },
     "Pipeline: weights 1 to 8, latency 1, prefetch 2, gradients reduced": {

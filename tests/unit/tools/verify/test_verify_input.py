@@ -163,10 +163,7 @@ def test_a_gradient_of_nothing_but_rounding_counts_as_equal():
     noise = Agreement(3e-20, 1e-20, 1e-40, 0.0, 1e-40, "")
     found.steps[1].gradients["w"] = noise
     # Adam makes something of it: compared with the largest weight of the model, here 1.
-    found.steps[1].weights = {
-        "w": Agreement(2e-12, 1e-12, 0.0, 0.0, 0.0, ""),
-        "large": agreement(),
-    }
+    found.steps[1].weights = {"w": Agreement(2e-12, 1e-12, 0.0, 0.0, 0.0, ""), "large": agreement()}
     of_step = differences([found], reference)[1]
     assert of_step["gradient", "w"] == 0.0
     assert of_step["weight", "w"] == 2e-12

@@ -16,12 +16,7 @@ def zigzag_positions(device, num_tokens):
 
 
 def expected(inputs):
-    return [
-        [0, 1, 14, 15],
-        [2, 3, 12, 13],
-        [4, 5, 10, 11],
-        [6, 7, 8, 9],
-    ]
+    return [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
 
 
 EXERCISE = Exercise(

@@ -38,12 +38,7 @@ from titanlite.tools.verify.record import (
     module_of,
 )
 from titanlite.tools.verify.subject import HeldParts, Subject
-from titanlite.tools.verify.tracing import (
-    gathered,
-    sum_gradients,
-    sum_outputs,
-    sum_over_axes,
-)
+from titanlite.tools.verify.tracing import gathered, sum_gradients, sum_outputs, sum_over_axes
 
 # No more ways to cut an output than this are tried, and no larger gradients are saved.
 MOST_WAYS = 64

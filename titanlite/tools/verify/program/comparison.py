@@ -34,14 +34,7 @@ from titanlite.tools.verify.program.findings import (
 )
 from titanlite.tools.verify.program.grid import make_grid
 from titanlite.tools.verify.program.request import Request, Split, check, pack
-from titanlite.tools.verify.record import (
-    CodeRun,
-    Fit,
-    ModelRun,
-    RankRun,
-    ReferenceTrace,
-    Shares,
-)
+from titanlite.tools.verify.record import CodeRun, Fit, ModelRun, RankRun, ReferenceTrace, Shares
 from titanlite.tools.verify.report import format_result
 from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.sensitivity import (
@@ -531,13 +524,7 @@ class _Judging:
 
     def _evidence(self) -> PartEvidence:
         found, record = self.found, self.record
-        evidence = PartEvidence(
-            found.grid,
-            record.steps,
-            self.runs,
-            found,
-            tied=record.tied,
-        )
+        evidence = PartEvidence(found.grid, record.steps, self.runs, found, tied=record.tied)
         step = max(1, evidence.step)
         traces = [run.traces[step] for run in self.runs if step in run.traces]
         evidence.reference_trace = ReferenceTrace(record.modules, num_left_out=record.num_left_out)

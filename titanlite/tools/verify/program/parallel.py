@@ -141,13 +141,7 @@ class _Measuring:
             where = find_part(batch, request.split, mesh, self.grid, world.rank)
             run.cells.append(None if where is None else where.cells)
             tracer = Tracer(
-                subject,
-                self.grid,
-                world.rank,
-                where,
-                self.record,
-                request,
-                self.tolerance,
+                subject, self.grid, world.rank, where, self.record, request, self.tolerance
             )
             digest = digest_of_batch(part)
             run.parts.append(digest)
