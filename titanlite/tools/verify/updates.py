@@ -16,6 +16,7 @@ from titanlite.tools.verify.evidence import (
 )
 from titanlite.tools.verify.norms import explain_norm
 from titanlite.tools.verify.passes import first_difference, outputs_agree, outputs_differ
+from titanlite.tools.verify.record import RankRun
 from titanlite.tools.verify.wording import (
     agree,
     is_near,
@@ -72,10 +73,24 @@ def explain_update(e: Evidence) -> Iterator[str]:
         return
     shown = name_parameters(wrong, e.runs, "weight")
     ranks = ranks_of(e, lambda run: worst(run, "weights", e.step, wrong))
+    still = [name for name in wrong if all(_is_unchanged(run, name, e.step) for run in e.runs)]
+    if still:
+        who = name_parameters(still, e.runs, "weight")
+        yield (
+            f"gradients and their norm agree, but the step leaves {who} unchanged: the optimizer "
+            "does not have these tensors, or has others than the model uses. Build it after what "
+            "replaces parameters (fully_shard, to, tie)"
+        )
+        return
     yield (
         f"gradients and their norm agree, but {shown} {agree(shown, 'differ')} after the step, "
         f"{name_ranks(ranks, e.runs, range(len(e.runs)))}. {_wrong_update(e)}"
     )
+
+
+def _is_unchanged(run: RankRun, name: str, step: int) -> bool:
+    after, before = (run.steps[number].weights.get(name) for number in (step, step - 1))
+    return after is None or before is None or after.digest == before.digest
 
 
 def _wrong_update(e: Evidence) -> str:
@@ -92,6 +107,7 @@ def _wrong_update(e: Evidence) -> str:
         return (
             "The optimizer state agrees, so the optimizer received the correct gradients. The "
             "update itself is wrong: look at the learning rate, the weight decay and when it runs"
+            + _if_all_are_shards(e)
         )
     factor, left = pooled(moments)
     # After step 1 the state also holds the gradients of earlier steps.
@@ -102,6 +118,19 @@ def _wrong_update(e: Evidence) -> str:
             f"{f' ({factor:.6g} is {same})' if same else ''}: clipping is wrong"
         )
     return "The optimizer state differs too: clipping or the optimizer is wrong"
+
+
+def _if_all_are_shards(e: Evidence) -> str:
+    """An update that is not elementwise is another one on a shard."""
+    wrong = set(e.failed("weight"))
+    placed = {name: axes for run in e.runs for name, axes in run.placements.items()}
+    others = placed.keys() - wrong
+    if not others or not all("sharded" in placed[name].values() for name in wrong & placed.keys()):
+        return ""
+    return (
+        ", and, since all of these are shards, whether the update needs the whole tensor, as those "
+        "of Muon and others that are not elementwise do"
+    )
 
 
 def explain_state(e: Evidence) -> Iterator[str]:

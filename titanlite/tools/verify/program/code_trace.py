@@ -234,6 +234,12 @@ class Tracer:
                 bases.append(columns)
             if size == self.where.num_rows * num_columns and num_columns > 1:
                 bases.append((rows[:, None] * num_columns + columns[None]).flatten())
+            times = size // self.where.num_rows
+            if times > 1 and size % self.where.num_rows == 0:
+                # Several rows for each of the batch: batches below each other, or row by row.
+                copies = torch.arange(times)
+                bases.append((copies[:, None] * self.where.num_rows + rows[None]).flatten())
+                bases.append((rows[:, None] * times + copies[None]).flatten())
         bases += [None] if own != size else []
         for base in bases:
             left = size if base is None else len(base)
