@@ -13,8 +13,6 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# Of `titanlite verify`.
-QUICKLY = ("--steps=1", "--threads")
 
 
 def patched_copy(folder: Path, patch: str) -> list[str]:
@@ -58,7 +56,7 @@ INT8 = "--model.converters=quantize.linear.int8"
 
 def test_a_step_is_one_folder_and_one_line(with_int8: Path) -> None:
     """With its keys, its place in the order, and the proof that every plan computes the same."""
-    verified = run(with_int8, "verify", "configs/tp2_fsdp2.toml", INT8, *QUICKLY)
+    verified = run(with_int8, "verify", "configs/tp2_fsdp2.toml", INT8, "--steps=1")
     assert "AGREES" in verified
     assert "filter_fqns" in run(with_int8, "train", "--help").partition("[quantize.linear.int8]")[2]
 
@@ -92,7 +90,7 @@ def test_a_mesh_axis_is_a_row_and_a_key(tmp_path: Path) -> None:
     plan = [f"--parallelism.data_parallel_{n}_degree=2" for n in ("region", "replicate")]
     plan += [f"--parallelism.{n}_degree=1" for n in ("tensor_parallel", "data_parallel_shard")]
     file, local = "configs/tp2_fsdp2.toml", "--training.local_batch_size=16"
-    verified = run(tmp_path, "verify", file, local, *plan, *QUICKLY)
+    verified = run(tmp_path, "verify", file, local, *plan, "--steps=1")
     assert "dp_region 2 x dp_replicate 2, 4 ranks" in verified
     assert "AGREES" in verified
 
@@ -101,6 +99,6 @@ def test_a_model_family_is_a_folder_a_registration_and_a_job(tmp_path: Path) -> 
     new = [f"models/qwen2/{n}.py" for n in ("__init__", "config", "model", "plan")]
     changed = patched_copy(tmp_path, "qwen2.patch")
     assert changed == sorted(["configs/tp2_qwen2.toml", "models/__init__.py", *new])
-    verified = run(tmp_path, "verify", "configs/tp2_qwen2.toml", *QUICKLY)
+    verified = run(tmp_path, "verify", "configs/tp2_qwen2.toml", "--steps=1")
     assert "tp 2, 2 ranks" in verified
     assert "AGREES" in verified
