@@ -67,7 +67,7 @@ def format_result(found: Result, dtype: str) -> str:
         lines += ["", textwrap.fill(note, WIDTH, break_long_words=False)]
     for note in found.notes:
         lines += ["", textwrap.fill(f"note: {note}", WIDTH, break_long_words=False)]
-    for note in found.needless:
+    for note in found.needless if found.agrees else ():
         text = f"but the plan {note}"
         lines += ["", textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)]
     is_first = findings[:1] == found.findings[:1]

@@ -109,7 +109,6 @@ class Verifier:
             found.replays = replay
             self._judge(found, runs, reference)
             found.problems += self._wrong_formats(job, plan, patch)
-            found.look_at_traffic(runs)
             if not found.agrees and dtype == "float64":
                 found.findings = self._explain(found, runs, reference, patch)
             elif not found.agrees:
@@ -149,6 +148,7 @@ class Verifier:
         found.problems = _merged(runs, lambda run: run.problems)
         found.problems += [p for p in reference.problems if p not in found.problems]
         found.resume_problems = _merged(runs, lambda run: run.resume_problems)
+        found.look_at_traffic(runs)
 
     def _explain(
         self, found: Verification, runs: list[RankRun], reference: Reference, patch: Patch | None
