@@ -65,13 +65,9 @@ class Frontier:
             self._front = [(s, m) for s, m in self._front if not (seconds <= s and num_bytes <= m)]
             self._front.append((seconds, num_bytes))
 
-    def is_slower(self, seconds: float) -> bool:
-        """Whether a plan that takes at least this long is not among the fastest."""
-        return seconds > self._limit * (1 + SLACK)
-
     def excludes(self, floor: Floor) -> bool:
         """Whether a plan that takes at least this is neither among the fastest nor on the front."""
-        return self.is_slower(floor.seconds) and any(
+        return floor.seconds > self._limit * (1 + SLACK) and any(
             seconds * (1 + SLACK) < floor.seconds and num_bytes <= floor.num_bytes
             for seconds, num_bytes in self._front
         )

@@ -110,13 +110,8 @@ def key_of(small: ResolvedJob) -> str:
     # The kernels of a GPU allocate other memory than those of the CPU.
     is_on_gpu = small.config.job.device == "cuda"
     what = [config, repr(small.model), small.dims.degrees, small.seq_len, is_on_gpu]
-    text = json.dumps([*what, _torch_version(), code], sort_keys=True)
+    text = json.dumps([*what, importlib.metadata.version("torch"), code], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-@functools.cache
-def _torch_version() -> str:
-    return importlib.metadata.version("torch")
 
 
 @functools.cache

@@ -164,7 +164,8 @@ def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | N
     keys = [key for key in fixed if key.startswith(("parallelism.", "activation_checkpoint."))]
     keys += [key for key in fixed if key in KEPT_TRAINING]
     space = report.make_space(config, reading.draft(num_ranks), num_ranks, hardware, keys)
-    report.terminal_note()
+    if sys.stderr.isatty():
+        print("Ctrl-C ends the search and keeps what it has found", file=sys.stderr)
     result = report.run_search(space, hardware, exhaustive=options.exhaustive)
     found = report.search_figures(result, hardware)
     if options.json:

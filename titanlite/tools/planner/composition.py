@@ -195,8 +195,8 @@ class Weight(NamedTuple):
         """The elements of the first shard, which is the largest."""
         if self.is_expert and expert_shard_dim(self.shape[0], num_shards):
             return self.numel // num_shards
-        rows, rest = self._rows()
-        return -(-rows // num_shards) * rest
+        rows, *rest = self.shape or (1,)
+        return -(-rows // num_shards) * math.prod(rest)
 
     def padded_numel(self, num_shards: int) -> int:
         """The elements of the gathered parameter; FSDP2 pads dimension 0 to equal shards."""
@@ -205,9 +205,6 @@ class Weight(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    def _rows(self) -> tuple[int, int]:
-        return (self.shape[0], math.prod(self.shape[1:])) if self.shape else (1, 1)
 
 
 @dataclass(frozen=True)

@@ -32,16 +32,11 @@ from titanlite.tools.planner.scale import scaled
 from titanlite.tools.planner.segments import Row, Shared
 from titanlite.tools.planner.space import (
     CHANGED,
-    CP,
-    EP,
     GLOBAL_BATCH,
     LOCAL_BATCH,
     MICROBATCH,
-    MODE,
-    OF_A_BLOCK,
-    OPTION,
+    OF_PIECES,
     PP,
-    TP,
     Changes,
     without_layouts,
 )
@@ -57,8 +52,6 @@ HOST_IS_FULL = "does not fit in the host's memory"
 NOT_LEGAL = "not legal"
 SLOWER = "cannot be among the fastest or on the front of memory, by its lower bounds"
 UNTRACEABLE = "cannot be traced"
-OF_PIECES = (TP, CP, EP, MODE, OPTION, *OF_A_BLOCK)
-"""The keys of a plan that its pieces depend on, beside the size of a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +96,6 @@ class Evaluator:
         self._bounds: dict[int, Bounds] = {}
         self._tables: dict[tuple[Any, ...], list[Row]] = {}
 
-    def _forget(self) -> None:
-        """If there are many pieces, forget them, and what plans share that have them."""
-        if len(self._pieces) > MOST_PIECES:
-            self._pieces.clear()
-            self._shared.clear()
-            self._bounds.clear()
-
     def evaluate_all(
         self, plans: Iterable[Changes], known: Frontier | None = None
     ) -> Iterator[Result]:
@@ -118,7 +104,9 @@ class Evaluator:
         If a plan does not fit in memory, neither does it with larger microbatches. With `known`,
         to which the plans are added, those that cannot be of use are dropped by their bounds.
         """
-        self._forget()
+        if len(self._pieces) > MOST_PIECES:
+            for known_of in (self._pieces, self._shared, self._bounds):
+                known_of.clear()
         too_large: set[frozenset[tuple[str, Any]]] = set()
         for changes in plans:
             size = LOCAL_BATCH if changes[PP] == 1 else MICROBATCH
@@ -180,7 +168,9 @@ class Evaluator:
             if known.excludes(floor):
                 return SLOWER
             seconds = floor.seconds
-        shared = Shared() if exactly else self._shared_by(pieces)
+        shared = Shared(tables=self._tables)
+        if not exactly:
+            shared = self._shared.setdefault(id(pieces), shared)
         compositions = [compose(job, pieces, shared=shared, is_quick=not exactly) for job in jobs]
         ends = compositions[0], compositions[-1]
         if compiled is not pieces:
@@ -228,9 +218,6 @@ class Evaluator:
 
     def _fits(self, num_bytes: int) -> bool:
         return num_bytes <= self._hardware.memory.num_bytes * (1 - MARGIN)
-
-    def _shared_by(self, pieces: Pieces) -> Shared:
-        return self._shared.setdefault(id(pieces), Shared(tables=self._tables))
 
     def _load(self, changes: Changes, resolved: ResolvedJob, *, exactly: bool) -> Pieces:
         size = changes[LOCAL_BATCH] if changes[PP] == 1 else changes[MICROBATCH]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -19,34 +18,8 @@ from titanlite.quantities import format_bytes, format_count, format_seconds
 from titanlite.tools.planner.evaluate import FoundPlan
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.search import SearchResult, search
-from titanlite.tools.planner.space import (
-    ASYNC_TP,
-    CHANGED,
-    CP,
-    EP,
-    FIRST_LESS,
-    GLOBAL_BATCH,
-    LAST_LESS,
-    LOCAL_BATCH,
-    MICROBATCH,
-    MODE,
-    OFFLOAD,
-    ORDER,
-    PER_STAGE,
-    PP,
-    REPLICATE,
-    RESHARD,
-    ROTATION,
-    SCHEDULE,
-    SHARD,
-    TP,
-    WHOLE_LOSS,
-    Space,
-    value_of,
-)
+from titanlite.tools.planner.space import CHANGED, GLOBAL_BATCH, Space, describe, value_of
 from titanlite.tools.simulate.progress import counting_bar
-
-DEGREES = {"pp": PP, "dp": REPLICATE, "fsdp": SHARD, "cp": CP, "tp": TP, "ep": EP}
 
 
 def make_space(
@@ -143,31 +116,6 @@ def _rows(plans: Sequence[FoundPlan]) -> Iterator[str]:
         )
 
 
-def describe(changes: Mapping[str, Any]) -> str:
-    """A plan in words: "fsdp 8 x tp 4, microbatch 2, AC full"."""
-    of = {name: changes.get(key, 1) for name, key in DEGREES.items()}
-    degrees = [f"{name} {degree}" for name, degree in of.items() if degree > 1]
-    words = [" x ".join(degrees) or "one rank"]
-    if changes[PP] > 1:
-        chunks = f", {changes[PER_STAGE]} blocks a stage" if changes.get(PER_STAGE) else ""
-        words.append(f"{changes[SCHEDULE]}{chunks}")
-    words.append(f"microbatch {changes[MICROBATCH] if changes[PP] > 1 else changes[LOCAL_BATCH]}")
-    if changes.get(MODE, "none") != "none":
-        words.append(f"AC {changes[MODE]}")
-    if changes.get(RESHARD, "default") != "default":
-        words.append(f"reshard {changes[RESHARD]}")
-    if changes.get(OFFLOAD):
-        words.append("CPU offload")
-    if ASYNC_TP in changes:
-        words.append("async TP" if changes[ASYNC_TP] else "no async TP")
-    if WHOLE_LOSS in changes:
-        words.append("whole loss" if changes[WHOLE_LOSS] else "loss parallel")
-    words += [f"CP {changes[key]}" for key in (ORDER, ROTATION) if key in changes]
-    if FIRST_LESS in changes:
-        words.append(f"embeddings as {changes[FIRST_LESS]} blocks, head as {changes[LAST_LESS]}")
-    return ", ".join(words)
-
-
 def search_figures(result: SearchResult, hardware: Hardware) -> dict[str, Any]:
     """A search as values that JSON can hold, the fastest plan first."""
     plans = sorted(result.found, key=lambda one: (one.seconds, one.peak_bytes))
@@ -199,9 +147,3 @@ def write_toml(config: JobConfig) -> str:
     for section, values in dumped.items():
         write(section, values)
     return "\n".join(lines)
-
-
-def terminal_note() -> None:
-    """Say on standard error that Ctrl-C keeps what was found."""
-    if sys.stderr.isatty():
-        print("Ctrl-C ends the search and keeps what it has found", file=sys.stderr)

@@ -28,6 +28,7 @@ Changes = Mapping[str, Any]
 PP, CP, TP = (f"parallelism.{name}_parallel_degree" for name in ("pipeline", "context", "tensor"))
 REPLICATE, SHARD = (f"parallelism.data_parallel_{name}_degree" for name in ("replicate", "shard"))
 EP = "parallelism.expert_parallel_degree"
+DEGREES = {"pp": PP, "dp": REPLICATE, "fsdp": SHARD, "cp": CP, "tp": TP, "ep": EP}
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
@@ -46,6 +47,8 @@ LAST_LESS = "parallelism.pipeline_parallel_last_stage_less_layers"
 OFFLOAD = "training.enable_cpu_offload"
 OF_A_BLOCK = (ASYNC_TP, ASYNC_BACKEND, WHOLE_LOSS, ORDER, ROTATION)
 """The layouts that a plan's pieces depend on."""
+OF_PIECES = (TP, CP, EP, MODE, OPTION, *OF_A_BLOCK)
+"""The keys of a plan that its pieces depend on, beside the size of a microbatch."""
 OF_STAGES = (FIRST_LESS, LAST_LESS)
 
 LAYOUTS = (*OF_A_BLOCK, *OF_STAGES)
@@ -117,7 +120,7 @@ class Space:
                 degrees = {PP: pp, REPLICATE: replicas, SHARD: shards, CP: cp, TP: tp}
                 for of_experts, checkpointing, rest_of in itertools.product(
                     self._expert_parallel(shards * cp * tp),
-                    self._checkpointing(),
+                    ({},) if {MODE, OPTION} & self.kept.keys() else CHECKPOINTING,
                     list(self._batches(pp, global_batch // dp, shards * cp > 1)),
                 ):
                     yield degrees | of_experts | dict(checkpointing) | rest_of
@@ -131,9 +134,6 @@ class Space:
             return [{}]
         legal = [ep for ep in divisors(room) if self.num_experts % ep == 0]
         return [{EP: ep} for ep in self._of(EP, legal)]
-
-    def _checkpointing(self) -> Sequence[Changes]:
-        return ({},) if {MODE, OPTION} & self.kept.keys() else CHECKPOINTING
 
     def _batches(self, pp: int, per_rank: int, has_shards: bool) -> Iterator[dict[str, Any]]:
         if pp == 1:
@@ -293,6 +293,31 @@ class Space:
 def without_layouts(plan: Changes) -> frozenset[tuple[str, Any]]:
     """What a plan has in common with those that differ from it in layouts alone."""
     return frozenset(item for item in plan.items() if item[0] not in LAYOUTS)
+
+
+def describe(changes: Mapping[str, Any]) -> str:
+    """A plan in words: "fsdp 8 x tp 4, microbatch 2, AC full"."""
+    of = {name: changes.get(key, 1) for name, key in DEGREES.items()}
+    degrees = [f"{name} {degree}" for name, degree in of.items() if degree > 1]
+    words = [" x ".join(degrees) or "one rank"]
+    if changes[PP] > 1:
+        chunks = f", {changes[PER_STAGE]} blocks a stage" if changes.get(PER_STAGE) else ""
+        words.append(f"{changes[SCHEDULE]}{chunks}")
+    words.append(f"microbatch {changes[MICROBATCH] if changes[PP] > 1 else changes[LOCAL_BATCH]}")
+    if changes.get(MODE, "none") != "none":
+        words.append(f"AC {changes[MODE]}")
+    if changes.get(RESHARD, "default") != "default":
+        words.append(f"reshard {changes[RESHARD]}")
+    if changes.get(OFFLOAD):
+        words.append("CPU offload")
+    if ASYNC_TP in changes:
+        words.append("async TP" if changes[ASYNC_TP] else "no async TP")
+    if WHOLE_LOSS in changes:
+        words.append("whole loss" if changes[WHOLE_LOSS] else "loss parallel")
+    words += [f"CP {changes[key]}" for key in (ORDER, ROTATION) if key in changes]
+    if FIRST_LESS in changes:
+        words.append(f"embeddings as {changes[FIRST_LESS]} blocks, head as {changes[LAST_LESS]}")
+    return ", ".join(words)
 
 
 def value_of(config: JobConfig, key: str) -> Any:

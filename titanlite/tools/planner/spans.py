@@ -176,7 +176,8 @@ class _Inside:
 
     def _run(self, segment: Segment, rank: int) -> Iterator[tuple[str, float, float, str, str]]:
         events = prepare(_in_own_blocks(segment), self._cost)
-        items = program(events, self._cost, rank, label=_label)
+        label = lambda operator: f"{operator.place.phase}|{operator.place.module}"
+        items = program(events, self._cost, rank, label=label)
         for span in run_streams(items, keep_spans=True).spans:
             first, _, second = span.label.partition("|")
             if span.stream == MAIN:
@@ -184,11 +185,6 @@ class _Inside:
                 yield MAIN, span.start, span.end, name, first
             else:
                 yield span.stream.split(" ")[0], span.start, span.end, f"{first}, {second}", first
-
-
-def _label(operator: Operator) -> str:
-    phase, module = operator.place.phase, operator.place.module
-    return f"{phase}|{module}"
 
 
 def _in_own_blocks(segment: Segment) -> list[Event]:

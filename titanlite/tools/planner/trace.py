@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titanlite.config import ResolvedJob
@@ -74,7 +74,8 @@ def trace_job(
                 # One batch of a step that accumulates several is enough.
                 job.trainer.step([faked(batch, mode) for batch in job.draw()[:1]])
             else:
-                recorder.note(_local(tensor for part in job.parts for tensor in _held_by(part)))
+                for part in job.parts:
+                    recorder.note(_local([*part.parameters(), *part.buffers()]))
                 _make_optimizer_state(job)
         return job, _record_step(job, recorder, mode)
 
@@ -140,11 +141,6 @@ def frozen_objects() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _held_by(part: nn.Module) -> Iterator[Tensor]:
-    yield from part.parameters()
-    yield from part.buffers()
 
 
 def _make_optimizer_state(job: Job) -> None:
