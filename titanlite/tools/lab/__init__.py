@@ -25,9 +25,8 @@ _HOME = {
     "link": ("Link",),
     "group": ("Group",),
     "mesh": ("Mesh", "MeshIndex", "MeshError"),
-    "operation": ("Operation",),
+    "operation": ("Operation", "ShardedOperation"),
     "sharding": ("DimSharding", "TensorSharding", "ShardingError"),
-    "sharded_operation": ("ShardedOperation",),
     "resharding": ("reshard",),
     "matmul": ("MatMul", "MatMulBackward", "MatMulSharding", "MatMulShardingPolicy"),
     "feed_forward": (

@@ -20,7 +20,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -324,7 +324,12 @@ def _serve(place: Place, connection: Connection, *, device_type: str) -> None:
         while (call := calls.get()) is not None:
             message, tensors = call
             function, args, mesh, algorithm, link, flops_per_second, *recording = loads(message)
-            args = _on(world.device, args)
+            args = [
+                value.to(world.device)
+                if isinstance(value, torch.Tensor) and not value.is_meta
+                else value
+                for value in args
+            ]
             counts = Counts()
             host = HostChannel(
                 lambda message: connection.send(("message", TENSOR + message)), tensors.get, counts
@@ -338,12 +343,3 @@ def _serve(place: Place, connection: Connection, *, device_type: str) -> None:
                 result = function(device, *args)
             counts.count_d2h(result)
             connection.send(("message", CALL + dumps((result, counts))))
-
-
-def _on(device: torch.device, args: Sequence[Any]) -> Sequence[Any]:
-    if device.type == "cpu":
-        return args
-    return [
-        value.to(device) if isinstance(value, torch.Tensor) and not value.is_meta else value
-        for value in args
-    ]

@@ -160,7 +160,8 @@ def _wait(record: Record, awaited: Event, missing: tuple[int, ...]) -> str:
     """What a rank waits for; ends with the rank that it waits for."""
     if awaited.kind == COLLECTIVE:
         name = record.names[awaited.rank, awaited.number]
-        return f"waits in {name}{_at(awaited)} for {_ranks(missing)}"
+        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        return f"waits in {name}{_at(awaited)} for {ranks}"
     message = record.message_of(awaited)
     if awaited.kind == SEND:
         place = f"{_inside(message.within)}{_at(awaited)}"
@@ -238,7 +239,3 @@ def _inside(name: str) -> str:
 
 def _at(event: Event) -> str:
     return f" at {event.where}" if event.where else ""
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

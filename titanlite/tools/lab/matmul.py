@@ -15,8 +15,8 @@ import torch
 
 from titanlite.tools.lab.device import VirtualDevice
 from titanlite.tools.lab.mesh import Mesh
+from titanlite.tools.lab.operation import ShardedOperation
 from titanlite.tools.lab.resharding import reshard
-from titanlite.tools.lab.sharded_operation import ShardedOperation
 from titanlite.tools.lab.sharding import ShardingError, TensorSharding, whole
 
 

@@ -80,15 +80,11 @@ def load_answer(path: str | Path, name: str) -> Callable[..., Any]:
             "writes one to start from"
         ) from None
     except Exception as error:
-        line = getattr(error, "lineno", None) or _line_in(error, str(path))
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame.lineno for frame in frames if frame.filename == str(path)]
+        line = getattr(error, "lineno", None) or (own[-1] if own else None)
         place = f"{path}:{line}" if line else str(path)
         raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
     if not callable(found.get(name)):
         raise ConfigError(f"{path}: has no function {name}; define {name}(device, ...) in it")
     return found[name]
-
-
-def _line_in(error: BaseException, path: str) -> int | None:
-    """The innermost line of the file in a traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.lineno for frame in reversed(frames) if frame.filename == path), None)
