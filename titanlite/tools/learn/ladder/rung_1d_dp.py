@@ -15,23 +15,14 @@ from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.learn.ladder.show import show
+from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.integer_model import (
-    add,
-    gradients_of,
-    loss_gradient,
-    loss_of,
-    make_input,
-    make_layers,
-    set_gradients,
-    split,
-)
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
 def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     ranks, here = grid.degrees["dp"], gpu.global_rank
-    model = make_layers(range(work.layers), work.width)
+    model = integers.make_layers(range(work.layers), work.width)
     weight_units = work.layer_gradient_units
     gpu.allocate("model", 4 * weight_units * work.layers)
 
@@ -39,23 +30,23 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     own = work.items // ranks
     for item in range(here * own, (here + 1) * own):
         gpu.allocate("activations", work.activation_units * work.layers)
-        x = make_input(item, work.tokens, work.width)
+        x = integers.make_input(item, work.tokens, work.width)
         for part in model:
             units, memory = part.share * work.layer_units("F"), part.share * weight_units
             gpu.compute("forward", units, memory_units=memory, work=("F", part.layer, item))
-            x = add(x, part.forward(item, x))
-        outcome.losses[item] = loss_of(x)
+            x = integers.add(x, part.forward(item, x))
+        outcome.losses[item] = integers.loss_of(x)
 
-        gradient = loss_gradient(x)
+        gradient = integers.loss_gradient(x)
         for part in reversed(model):
             units, memory = part.share * work.layer_units("B"), part.share * weight_units
             gpu.compute("backward", units, memory_units=memory, work=("B", part.layer, item))
-            gradient = add(gradient, part.backward(item, gradient))
+            gradient = integers.add(gradient, part.backward(item, gradient))
         gpu.free("activations")
 
     # The ring all-reduce.
-    gradients = gradients_of(model)
-    parts = [split(gradients, part, ranks) for part in range(ranks)]
+    gradients = integers.gradients_of(model)
+    parts = [integers.split(gradients, part, ranks) for part in range(ranks)]
     size = work.gradient_units / ranks
     before, after = (here - 1) % ranks, (here + 1) % ranks
     for step in range(2 * (ranks - 1)):
@@ -65,7 +56,7 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
             parts[received] = [a + b for a, b in zip(parts[received], message, strict=True)]
         else:  # all-gather: pass on
             parts[received] = message
-    set_gradients(model, [number for part in parts for number in part])
+    integers.set_gradients(model, [number for part in parts for number in part])
 
     outcome.store(model)
     return outcome

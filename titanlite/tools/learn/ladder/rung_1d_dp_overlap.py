@@ -17,51 +17,43 @@ from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.learn.ladder.show import show
+from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.integer_model import (
-    add,
-    gradients_of,
-    loss_gradient,
-    loss_of,
-    make_input,
-    make_layers,
-    set_gradients,
-)
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
 def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     ranks, here = grid.degrees["dp"], gpu.global_rank
-    model = make_layers(range(work.layers), work.width)
+    model = integers.make_layers(range(work.layers), work.width)
     weight_units = work.layer_gradient_units
     gpu.allocate("model", 4 * weight_units * work.layers)
 
     own = work.items // ranks
     batch = range(here * own, (here + 1) * own)
     gpu.allocate("activations", work.activation_units * work.layers * own)
-    xs = {item: make_input(item, work.tokens, work.width) for item in batch}
+    xs = {item: integers.make_input(item, work.tokens, work.width) for item in batch}
     for part in model:
         units, memory = part.share * work.layer_units("F") * own, part.share * weight_units
         gpu.compute("forward", units, memory_units=memory, work=("F", part.layer, batch[0]))
-        xs = {item: add(x, part.forward(item, x)) for item, x in xs.items()}
-    outcome = Outcome(losses={item: loss_of(x) for item, x in xs.items()})
+        xs = {item: integers.add(x, part.forward(item, x)) for item, x in xs.items()}
+    outcome = Outcome(losses={item: integers.loss_of(x) for item, x in xs.items()})
 
-    gradients = {item: loss_gradient(x) for item, x in xs.items()}
+    gradients = {item: integers.loss_gradient(x) for item, x in xs.items()}
     for number in reversed(range(len(model))):
         part = model[number]
         units, memory = part.share * work.layer_units("B") * own, part.share * weight_units
         gpu.compute("backward", units, memory_units=memory, work=("B", part.layer, batch[0]))
-        gradients = {item: add(g, part.backward(item, g)) for item, g in gradients.items()}
+        gradients = {item: integers.add(g, part.backward(item, g)) for item, g in gradients.items()}
 
         # A layer has two parts. After the first one's backward pass, its gradients are complete.
         if number % 2 == 0:
             layer = model[number : number + 2]
             with gpu.overlapped():
                 total = ring_all_reduce(
-                    gpu, range(ranks), "gradients", weight_units, gradients_of(layer)
+                    gpu, range(ranks), "gradients", weight_units, integers.gradients_of(layer)
                 )
-            set_gradients(layer, total)
+            integers.set_gradients(layer, total)
     gpu.free("activations")
 
     # The part of the communication that the backward pass did not hide.

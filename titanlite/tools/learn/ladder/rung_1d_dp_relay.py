@@ -13,22 +13,14 @@ from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.learn.ladder.show import show
+from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.integer_model import (
-    add,
-    gradients_of,
-    loss_gradient,
-    loss_of,
-    make_input,
-    make_layers,
-    set_gradients,
-)
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
 def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     ranks, here = grid.degrees["dp"], gpu.global_rank
-    model = make_layers(range(work.layers), work.width)
+    model = integers.make_layers(range(work.layers), work.width)
     weight_units = work.layer_gradient_units
     gpu.allocate("model", 4 * weight_units * work.layers)
 
@@ -36,22 +28,22 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     own = work.items // ranks
     for item in range(here * own, (here + 1) * own):
         gpu.allocate("activations", work.activation_units * work.layers)
-        x = make_input(item, work.tokens, work.width)
+        x = integers.make_input(item, work.tokens, work.width)
         for part in model:
             units, memory = part.share * work.layer_units("F"), part.share * weight_units
             gpu.compute("forward", units, memory_units=memory, work=("F", part.layer, item))
-            x = add(x, part.forward(item, x))
-        outcome.losses[item] = loss_of(x)
+            x = integers.add(x, part.forward(item, x))
+        outcome.losses[item] = integers.loss_of(x)
 
-        gradient = loss_gradient(x)
+        gradient = integers.loss_gradient(x)
         for part in reversed(model):
             units, memory = part.share * work.layer_units("B"), part.share * weight_units
             gpu.compute("backward", units, memory_units=memory, work=("B", part.layer, item))
-            gradient = add(gradient, part.backward(item, gradient))
+            gradient = integers.add(gradient, part.backward(item, gradient))
         gpu.free("activations")
 
     # The relay: ranks - 1 hops add up the gradients, and one more brings the sum to rank 0.
-    gradients = gradients_of(model)
+    gradients = integers.gradients_of(model)
     before, after = (here - 1) % ranks, (here + 1) % ranks
     if here > 0:
         received = gpu.receive(before, "sum so far", work.gradient_units)
@@ -60,7 +52,7 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
         gpu.send(after, "sum so far", work.gradient_units, gradients)
     if ranks > 1 and here == 0:
         gradients = gpu.receive(before, "sum", work.gradient_units)
-    set_gradients(model, gradients)
+    integers.set_gradients(model, gradients)
 
     outcome.store(model)
     return outcome

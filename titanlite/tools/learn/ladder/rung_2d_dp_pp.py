@@ -17,19 +17,9 @@ from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.learn.ladder.show import show
+from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.integer_model import (
-    Matrix,
-    add,
-    gradients_of,
-    loss_gradient,
-    loss_of,
-    make_input,
-    make_layers,
-    set_gradients,
-    split,
-)
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
@@ -39,43 +29,43 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     stage, last = at["pp"], stages - 1
 
     # This rank's layers and items.
-    layers = split(range(work.layers), stage, stages)
-    items = split(range(work.items), at["dp"], grid.degrees["dp"])
-    model = make_layers(layers, work.width)
+    layers = integers.split(range(work.layers), stage, stages)
+    items = integers.split(range(work.items), at["dp"], grid.degrees["dp"])
+    model = integers.make_layers(layers, work.width)
     weight_units = work.layer_gradient_units
     gpu.allocate("model", 4 * weight_units * len(layers))
 
     def forward(item: int) -> None:
         gpu.allocate(f"activations {item}", work.activation_units * len(layers))
         if stage == 0:
-            x = make_input(item, work.tokens, work.width)
+            x = integers.make_input(item, work.tokens, work.width)
         else:
             x = gpu.receive(pipeline[stage - 1], "activation", work.activation_units)
         for part in model:
             units, memory = part.share * work.layer_units("F"), part.share * weight_units
             gpu.compute("forward", units, memory_units=memory, work=("F", part.layer, item))
-            x = add(x, part.forward(item, x))
+            x = integers.add(x, part.forward(item, x))
         if stage == last:
-            outcome.losses[item], outputs[item] = loss_of(x), x
+            outcome.losses[item], outputs[item] = integers.loss_of(x), x
         else:
             gpu.send(pipeline[stage + 1], "activation", work.activation_units, x)
 
     def backward(item: int) -> None:
         if stage == last:
-            gradient = loss_gradient(outputs.pop(item))
+            gradient = integers.loss_gradient(outputs.pop(item))
         else:
             gradient = gpu.receive(pipeline[stage + 1], "gradient", work.activation_units)
         for part in reversed(model):
             units, memory = part.share * work.layer_units("B"), part.share * weight_units
             gpu.compute("backward", units, memory_units=memory, work=("B", part.layer, item))
-            gradient = add(gradient, part.backward(item, gradient))
+            gradient = integers.add(gradient, part.backward(item, gradient))
         gpu.free(f"activations {item}")
         if stage > 0:
             gpu.send(pipeline[stage - 1], "gradient", work.activation_units, gradient)
 
     # 1F1B: the later the stage, the fewer forward passes come first.
     outcome = Outcome()
-    outputs: dict[int, Matrix] = {}  # of the items between their passes
+    outputs: dict[int, integers.Matrix] = {}  # of the items between their passes
     warmup = min(last - stage, len(items))
     for number in range(len(items) + warmup):
         if number < len(items):
@@ -84,8 +74,8 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
             backward(items[number - warmup])
 
     size = weight_units * len(layers)
-    total = ring_all_reduce(gpu, replicas, "gradients", size, gradients_of(model))
-    set_gradients(model, total)
+    total = ring_all_reduce(gpu, replicas, "gradients", size, integers.gradients_of(model))
+    integers.set_gradients(model, total)
     outcome.store(model)
     return outcome
 

@@ -16,18 +16,9 @@ from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.learn.ladder.show import show
+from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import all_reduce_matrix, ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.integer_model import (
-    add,
-    gradients_of,
-    loss_gradient,
-    loss_of,
-    make_input,
-    make_layers,
-    set_gradients,
-    split,
-)
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
@@ -36,34 +27,36 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     group, replicas = grid.group(gpu.global_rank, "tp"), grid.group(gpu.global_rank, "dp")
 
     # All layers, but of each weight only shard number at["tp"].
-    model = make_layers(range(work.layers), work.width, at["tp"], ways)
+    model = integers.make_layers(range(work.layers), work.width, at["tp"], ways)
     weight_units = work.layer_gradient_units / ways
     gpu.allocate("model", 4 * weight_units * work.layers)
 
     # Ranks of a group have the same items, and the same activations between two parts.
     outcome = Outcome()
-    for item in split(range(work.items), at["dp"], grid.degrees["dp"]):
+    for item in integers.split(range(work.items), at["dp"], grid.degrees["dp"]):
         gpu.allocate("activations", work.activation_units * work.layers)
-        x = make_input(item, work.tokens, work.width)
+        x = integers.make_input(item, work.tokens, work.width)
         for part in model:
             units, memory = part.share * work.layer_units("F") / ways, part.share * weight_units
             gpu.compute("forward", units, memory_units=memory, work=("F", part.layer, item))
             partial = part.forward(item, x)
-            x = add(x, all_reduce_matrix(gpu, group, "output", work.activation_units, partial))
-        outcome.losses[item] = loss_of(x)
+            x = integers.add(
+                x, all_reduce_matrix(gpu, group, "output", work.activation_units, partial)
+            )
+        outcome.losses[item] = integers.loss_of(x)
 
-        gradient = loss_gradient(x)
+        gradient = integers.loss_gradient(x)
         for part in reversed(model):
             units, memory = part.share * work.layer_units("B") / ways, part.share * weight_units
             gpu.compute("backward", units, memory_units=memory, work=("B", part.layer, item))
             partial = part.backward(item, gradient)
             total = all_reduce_matrix(gpu, group, "gradient", work.activation_units, partial)
-            gradient = add(gradient, total)
+            gradient = integers.add(gradient, total)
         gpu.free("activations")
 
     size = weight_units * work.layers
-    summed = ring_all_reduce(gpu, replicas, "gradients", size, gradients_of(model))
-    set_gradients(model, summed)
+    summed = ring_all_reduce(gpu, replicas, "gradients", size, integers.gradients_of(model))
+    integers.set_gradients(model, summed)
     outcome.store(model)
     return outcome
 

@@ -16,19 +16,9 @@ from __future__ import annotations
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.schedule import make_schedule
 from titanlite.tools.learn.ladder.show import show
+from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import all_reduce_matrix, ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.integer_model import (
-    Matrix,
-    add,
-    gradients_of,
-    loss_gradient,
-    loss_of,
-    make_input,
-    make_layers,
-    set_gradients,
-    split,
-)
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
@@ -36,25 +26,25 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     at, ways = grid.coordinates(gpu.global_rank), grid.degrees["tp"]
     pipeline, replicas, group = (grid.group(gpu.global_rank, axis) for axis in ("pp", "dp", "tp"))
     stage, stages = at["pp"], grid.degrees["pp"]
-    layers = split(range(work.layers), stage, stages)
-    items = split(range(work.items), at["dp"], grid.degrees["dp"])
+    layers = integers.split(range(work.layers), stage, stages)
+    items = integers.split(range(work.items), at["dp"], grid.degrees["dp"])
 
-    model = make_layers(layers, work.width, at["tp"], ways)
+    model = integers.make_layers(layers, work.width, at["tp"], ways)
     weight_units = work.layer_gradient_units / ways
     gpu.allocate("model", 4 * weight_units * len(layers))
 
-    def run(kind: str, item: int, x: Matrix) -> Matrix:
+    def run(kind: str, item: int, x: integers.Matrix) -> integers.Matrix:
         """The forward or backward pass of this rank's layers, with the all-reduces of tp."""
         for part in model if kind == "F" else reversed(model):
             units, memory = part.share * work.layer_units(kind) / ways, part.share * weight_units
             gpu.compute(kind, units, memory_units=memory, work=(kind, part.layer, item))
             partial = part.forward(item, x) if kind == "F" else part.backward(item, x)
-            x = add(x, all_reduce_matrix(gpu, group, kind, work.activation_units, partial))
+            x = integers.add(x, all_reduce_matrix(gpu, group, kind, work.activation_units, partial))
         return x
 
     # The pipeline, in the order of 1F1B. An item passes the stages forward, then backward.
     outcome = Outcome()
-    outputs: dict[int, Matrix] = {}  # of the last stage, for the backward pass
+    outputs: dict[int, integers.Matrix] = {}  # of the last stage, for the backward pass
     for action in make_schedule("1F1B", stages, len(items)).actions[stage]:
         item, is_forward = items[action.microbatch or 0], action.kind == "F"
         source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
@@ -63,20 +53,20 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
         if 0 <= source < stages:
             x = gpu.receive(pipeline[source], str(action), work.activation_units)
         elif is_forward:
-            x = make_input(item, work.tokens, work.width)
+            x = integers.make_input(item, work.tokens, work.width)
         else:
-            x = loss_gradient(outputs.pop(item))
+            x = integers.loss_gradient(outputs.pop(item))
         x = run(action.kind, item, x)
         if 0 <= target < stages:
             gpu.send(pipeline[target], str(action), work.activation_units, x)
         elif is_forward:
-            outcome.losses[item], outputs[item] = loss_of(x), x
+            outcome.losses[item], outputs[item] = integers.loss_of(x), x
         if not is_forward:
             gpu.free(f"activations {item}")
 
     size = weight_units * len(layers)
-    total = ring_all_reduce(gpu, replicas, "gradients", size, gradients_of(model))
-    set_gradients(model, total)
+    total = ring_all_reduce(gpu, replicas, "gradients", size, integers.gradients_of(model))
+    integers.set_gradients(model, total)
     outcome.store(model)
     return outcome
 

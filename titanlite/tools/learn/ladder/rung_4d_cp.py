@@ -18,6 +18,7 @@ from __future__ import annotations
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.schedule import make_schedule
 from titanlite.tools.learn.ladder.show import show
+from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import (
     all_reduce_matrix,
     gather_rows,
@@ -25,17 +26,6 @@ from titanlite.tools.simulate.collectives import (
     scatter_rows,
 )
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.integer_model import (
-    Matrix,
-    add,
-    gradients_of,
-    loss_gradient,
-    loss_of,
-    make_input,
-    make_layers,
-    set_gradients,
-    split,
-)
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
@@ -44,14 +34,14 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     pipeline, group, ring = (grid.group(gpu.global_rank, axis) for axis in ("pp", "tp", "cp"))
     replicas = grid.group(gpu.global_rank, "dp", "cp")
     stage, stages = at["pp"], grid.degrees["pp"]
-    layers = split(range(work.layers), stage, stages)
-    items = split(range(work.items), at["dp"], grid.degrees["dp"])
+    layers = integers.split(range(work.layers), stage, stages)
+    items = integers.split(range(work.items), at["dp"], grid.degrees["dp"])
 
     # This rank's tokens, and how it exchanges the keys of its heads.
     here = work.tokens // len(ring)
     tokens = slice(at["cp"] * here, (at["cp"] + 1) * here)
     boundary, key_units = work.activation_units / len(ring), work.key_value_units / ways
-    model = make_layers(
+    model = integers.make_layers(
         layers,
         work.width,
         at["tp"],
@@ -63,19 +53,19 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     weight_units = work.layer_gradient_units / ways
     gpu.allocate("model", 4 * weight_units * len(layers))
 
-    def run(kind: str, item: int, x: Matrix) -> Matrix:
+    def run(kind: str, item: int, x: integers.Matrix) -> integers.Matrix:
         """The forward or backward pass of this rank's layers, with the all-reduces of tp."""
         for part in model if kind == "F" else reversed(model):
             units = part.share * work.layer_units(kind) / ways / len(ring)
             memory = part.share * weight_units
             gpu.compute(kind, units, memory_units=memory, work=(kind, part.layer, item))
             partial = part.forward(item, x) if kind == "F" else part.backward(item, x)
-            x = add(x, all_reduce_matrix(gpu, group, kind, boundary, partial))
+            x = integers.add(x, all_reduce_matrix(gpu, group, kind, boundary, partial))
         return x
 
     # The pipeline, in the order of 1F1B. An item passes the stages forward, then backward.
     outcome = Outcome()
-    outputs: dict[int, Matrix] = {}  # of the last stage, for the backward pass
+    outputs: dict[int, integers.Matrix] = {}  # of the last stage, for the backward pass
     for action in make_schedule("1F1B", stages, len(items)).actions[stage]:
         item, is_forward = items[action.microbatch or 0], action.kind == "F"
         source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
@@ -84,20 +74,20 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
         if 0 <= source < stages:
             x = gpu.receive(pipeline[source], str(action), boundary)
         elif is_forward:
-            x = make_input(item, work.tokens, work.width)[tokens]
+            x = integers.make_input(item, work.tokens, work.width)[tokens]
         else:
-            x = loss_gradient(outputs.pop(item))
+            x = integers.loss_gradient(outputs.pop(item))
         x = run(action.kind, item, x)
         if 0 <= target < stages:
             gpu.send(pipeline[target], str(action), boundary, x)
         elif is_forward:
-            outcome.losses[item], outputs[item] = loss_of(x), x
+            outcome.losses[item], outputs[item] = integers.loss_of(x), x
         if not is_forward:
             gpu.free(f"activations {item}")
 
     size = weight_units * len(layers)
-    total = ring_all_reduce(gpu, replicas, "gradients", size, gradients_of(model))
-    set_gradients(model, total)
+    total = ring_all_reduce(gpu, replicas, "gradients", size, integers.gradients_of(model))
+    integers.set_gradients(model, total)
     outcome.store(model)
     return outcome
 

@@ -18,20 +18,9 @@ from __future__ import annotations
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.schedule import make_schedule
 from titanlite.tools.learn.ladder.show import show
+from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import all_reduce_matrix, all_to_all, ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.integer_model import (
-    Matrix,
-    Part,
-    add,
-    gradients_of,
-    loss_gradient,
-    loss_of,
-    make_input,
-    make_layers,
-    set_gradients,
-    split,
-)
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
@@ -39,31 +28,31 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     at, ways = grid.coordinates(gpu.global_rank), grid.degrees["tp"]
     pipeline, group, peers = (grid.group(gpu.global_rank, axis) for axis in ("pp", "tp", "ep"))
     stage, stages = at["pp"], grid.degrees["pp"]
-    layers = split(range(work.layers), stage, stages)
+    layers = integers.split(range(work.layers), stage, stages)
 
     # This rank's experts, and its items: first those of its own experts.
-    here = split(range(work.experts), at["ep"], len(peers))
+    here = integers.split(range(work.experts), at["ep"], len(peers))
     own = work.items // grid.degrees["dp"] // len(peers)
     start = (at["dp"] * len(peers) + at["ep"]) * own
     items = [start + (here[0] + number) % own for number in range(own)]
 
-    model = make_layers(layers, work.width, at["tp"], ways, experts=here)
+    model = integers.make_layers(layers, work.width, at["tp"], ways, experts=here)
     part_of = {(part.layer, part.expert): part for part in model}  # attention: no expert
     weight_units = work.layer_gradient_units / ways
     gpu.allocate("model", 4 * weight_units * sum(part.share for part in model))
 
-    def run_part(kind: str, part: Part, item: int, x: Matrix) -> Matrix:
+    def run_part(kind: str, part: integers.Part, item: int, x: integers.Matrix) -> integers.Matrix:
         units, memory = part.share * work.layer_units(kind) / ways, part.share * weight_units
         gpu.compute(kind, units, memory_units=memory, work=(kind, part.layer, item))
         partial = part.forward(item, x) if kind == "F" else part.backward(item, x)
         return all_reduce_matrix(gpu, group, kind, work.activation_units, partial)
 
-    def run_attention(kind: str, layer: int, item: int, x: Matrix) -> Matrix:
+    def run_attention(kind: str, layer: int, item: int, x: integers.Matrix) -> integers.Matrix:
         return run_part(kind, part_of[layer, None], item, x)
 
-    def run_experts(kind: str, layer: int, item: int, x: Matrix) -> Matrix:
+    def run_experts(kind: str, layer: int, item: int, x: integers.Matrix) -> integers.Matrix:
         """Send the item to its expert's rank, run those that arrive here, send them back."""
-        outgoing: list[list[tuple[int, Matrix]]] = [[] for _ in peers]
+        outgoing: list[list[tuple[int, integers.Matrix]]] = [[] for _ in peers]
         outgoing[item % work.experts // len(here)].append((item, x))
         arrived = all_to_all(gpu, peers, "dispatch", work.activation_units, outgoing)
         answers = [
@@ -77,7 +66,7 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
 
     # The pipeline, in the order of 1F1B. An item passes the stages forward, then backward.
     outcome = Outcome()
-    outputs: dict[int, Matrix] = {}  # of the last stage, for the backward pass
+    outputs: dict[int, integers.Matrix] = {}  # of the last stage, for the backward pass
     for action in make_schedule("1F1B", stages, len(items)).actions[stage]:
         item, is_forward = items[action.microbatch or 0], action.kind == "F"
         source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
@@ -86,15 +75,15 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
         if 0 <= source < stages:
             x = gpu.receive(pipeline[source], str(action), work.activation_units)
         elif is_forward:
-            x = make_input(item, work.tokens, work.width)
+            x = integers.make_input(item, work.tokens, work.width)
         else:
-            x = loss_gradient(outputs.pop(item))
+            x = integers.loss_gradient(outputs.pop(item))
         for layer, run in order if is_forward else reversed(order):
-            x = add(x, run(action.kind, layer, item, x))
+            x = integers.add(x, run(action.kind, layer, item, x))
         if 0 <= target < stages:
             gpu.send(pipeline[target], str(action), work.activation_units, x)
         elif is_forward:
-            outcome.losses[item], outputs[item] = loss_of(x), x
+            outcome.losses[item], outputs[item] = integers.loss_of(x), x
         if not is_forward:
             gpu.free(f"activations {item}")
 
@@ -103,7 +92,9 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
         parts = [part for part in model if part.expert == expert]
         ranks = grid.group(gpu.global_rank, "dp", *(["ep"] if expert is None else []))
         size = weight_units * sum(part.share for part in parts)
-        set_gradients(parts, ring_all_reduce(gpu, ranks, "sum", size, gradients_of(parts)))
+        integers.set_gradients(
+            parts, ring_all_reduce(gpu, ranks, "sum", size, integers.gradients_of(parts))
+        )
     outcome.store(model)
     return outcome
 
