@@ -28,8 +28,7 @@ from titanlite.modules.shards import whole_tensor
 from titanlite.ranks.launch import Place, spawn
 from titanlite.ranks.world import World, open_world
 from titanlite.registry import MODELS
-from titanlite.tools.sample.choice import Choice
-from titanlite.tools.sample.generate import generate
+from titanlite.tools.sample.generate import Choice, generate
 
 LLAMA = {
     "hidden_size": 64,

@@ -159,7 +159,7 @@ def test_a_sample(num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             with_long_timeout=contextlib.nullcontext
         ),
         "titanlite.checkpoint.weights.load_safetensors": lambda *_: None,
-        "titanlite.tools.sample.writer.TextWriter": lambda *_: Writer(),
+        "titanlite.tools.sample.generate.TextWriter": lambda *_: Writer(),
         "titanlite.tools.sample.generate.sample_sequences": sample,
         "titanlite.tools.sample.generate.save_samples": lambda _, samples, out: out.write_text(
             "saved"

@@ -32,7 +32,7 @@ from titanlite.data.text.packed import PackedText, Stream
 from titanlite.data.text.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.errors import ConfigError
 from titanlite.models.llama3.config import FLAVORS
-from titanlite.tools.sample.writer import TextWriter
+from titanlite.tools.sample.generate import TextWriter
 
 END = 256
 TINY = FLAVORS["tiny"]

@@ -107,8 +107,7 @@ def draw(
     from titanlite.checkpoint.weights import load_safetensors
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
-    from titanlite.tools.sample.generate import NoSamplesError, sample_sequences, save_samples
-    from titanlite.tools.sample.writer import TextWriter
+    from titanlite.tools.sample import generate
 
     config = resolved.config
     with open_world(place, device_type, describe_place=resolved.dims.describe_place) as world:
@@ -130,7 +129,7 @@ def draw(
         with contextlib.suppress(*tolerated):
             # Data sets of text have a tokenizer, if their tokens' text is known.
             tokenizer = getattr(job.data, "tokenizer", None) if is_streamed else None
-            writer = tokenizer and TextWriter(tokenizer, config.sampling.prompt)
+            writer = tokenizer and generate.TextWriter(tokenizer, config.sampling.prompt)
 
         def show(new: Tensor) -> None:
             with contextlib.suppress(*tolerated):
@@ -138,12 +137,12 @@ def draw(
                     writer.add(int(new))
 
         try:
-            sequences = sample_sequences(job, config.sampling.num_samples, on_new=show)
-        except NoSamplesError as error:
+            sequences = generate.sample_sequences(job, config.sampling.num_samples, on_new=show)
+        except generate.NoSamplesError as error:
             raise ConfigError(f"{source}: {error}") from error
         if world.is_first and out is not None:
             try:
-                save_samples(job, sequences, out)
+                generate.save_samples(job, sequences, out)
             except OSError as error:
                 raise ConfigError(f"--out: writing {out} failed: {cause_line(error)}") from error
         if writer is not None:

@@ -7,10 +7,12 @@ divided among the ranks.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,6 @@ from titanlite.modules.shards import whole_tensor
 from titanlite.modules.tied import find_tied, tie
 from titanlite.parallelize.part import DTYPES
 from titanlite.ranks.world import free_memory_bytes
-from titanlite.tools.sample.choice import Choice
 from titanlite.training.initial_weights import (
     draws_by_name,
     generator_for,
@@ -43,6 +44,56 @@ TOKENS_A_LOOK = 128
 # Time checks needed to estimate the growth of the cost per token.
 LOOKS_FOR_A_LINE = 4
 WAIT_SECONDS = 3600
+# Tokens that are decoded again with each new one.
+CONTEXT = 32
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The distribution from which tokens are sampled.
+
+    Logits are divided by `temperature`; 0 always takes the likeliest token. Then only the `top_k`
+    likeliest tokens are kept, and of these the likeliest whose probabilities, before any was
+    dropped, first add up to `top_p` (Holtzman et al. 2019, arXiv 1904.09751). Logits from
+    `vocab_size` on are padding of the vocabulary and are never sampled.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    vocab_size: int | None = None
+
+    def __call__(self, logits_BV: Tensor, generators: list[torch.Generator]) -> Tensor:
+        """The next token of each row, int64 [B, 1]; one random generator per row."""
+        logits_BV = self.keep(logits_BV.float())
+        if self.temperature == 0:
+            return logits_BV.argmax(-1, keepdim=True)
+        # Gumbel-max: the noise is drawn on the CPU, so every device samples the same tokens.
+        uniform = torch.stack([torch.rand(logits_BV.size(1), generator=g) for g in generators])
+        gumbel_BV = -torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))
+        return (logits_BV + gumbel_BV.to(logits_BV.device)).argmax(-1, keepdim=True)
+
+    def keep(self, logits_BV: Tensor) -> Tensor:
+        """The logits at this temperature, -inf for tokens that are not kept."""
+        if self.vocab_size is not None and self.vocab_size < logits_BV.size(1):
+            logits_BV = logits_BV.clone()
+            logits_BV[:, self.vocab_size :] = -torch.inf
+        if self.temperature == 0:
+            return logits_BV
+        logits_BV = logits_BV / self.temperature
+        if self.top_k is None and self.top_p == 1:
+            return logits_BV
+        sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
+        probabilities_BV = sorted_BV.softmax(-1)
+        # The likeliest token is always kept: nothing comes before it.
+        before_BV = probabilities_BV.cumsum(-1) - probabilities_BV
+        is_out_BV = before_BV >= self.top_p
+        if self.top_k is not None:
+            is_out_BV[:, self.top_k :] = True
+        sorted_BV = sorted_BV.masked_fill(is_out_BV, -torch.inf)
+        return torch.empty_like(logits_BV).scatter_(-1, order_BV, sorted_BV)
+
+
 # Sampling from the model's own distribution.
 ALL = Choice()
 
@@ -73,7 +124,8 @@ def sample_sequences(
     if not job.data.has_tokens:
         raise NoSamplesError(f"the samples of {job.data.name} are not tokens")
     for name in job.data.fields:
-        if name not in ("targets", "positions", "documents") and _is_taken(job, name):
+        is_taken = any(takes(part, name) for part in job.parts)
+        if name not in ("targets", "positions", "documents") and _on_any_rank(job, is_taken):
             raise NoSamplesError(f"the model takes `{name}`, which sampling cannot provide")
     if not _fits(job):
         raise NoSamplesError("the whole model does not fit on one rank")
@@ -280,11 +332,6 @@ def whole_model(job: Job) -> nn.Module:
     return model
 
 
-def _is_taken(job: Job, name: str) -> bool:
-    """Whether any part of the model, on any rank, takes the batch field `name`."""
-    return _on_any_rank(job, any(takes(part, name) for part in job.parts))
-
-
 def _fits(job: Job) -> bool:
     """Whether the whole model takes at most half of the free memory of each rank."""
     free = free_memory_bytes(job.world.device)
@@ -297,3 +344,40 @@ def _on_any_rank(job: Job, is_so: bool) -> bool:
     found = torch.tensor(int(is_so), device=job.world.device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found)
+
+
+class TextWriter:
+    """Prints a sampled text token by token, after its `prompt`, up to the end-of-text token.
+
+    A character is printed once all its bytes are there.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: str, stream: TextIO | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._stream = sys.stdout if stream is None else stream
+        # The text of a token can depend on the one before it, so the prompt's are kept.
+        self._tokens: list[int] = tokenizer.encode([prompt])[0].tolist()
+        self._has_ended = False
+        self._shown = 0
+        self._show()
+
+    def add(self, token: int) -> None:
+        if token == self._tokenizer.end_of_text:
+            self._has_ended = True
+        if not self._has_ended:
+            self._tokens.append(token)
+            self._show()
+
+    def close(self) -> None:
+        self._show(is_last=True)
+        print(file=self._stream, flush=True)
+
+    def _show(self, *, is_last: bool = False) -> None:
+        text = self._tokenizer.decode(self._tokens)
+        if text.endswith("\ufffd") and not is_last:
+            return
+        print(text[self._shown :], end="", file=self._stream, flush=True)
+        self._shown = len(text)
+        if len(self._tokens) > 2 * CONTEXT:
+            self._tokens = self._tokens[-CONTEXT:]
+            self._shown = len(self._tokenizer.decode(self._tokens))

@@ -17,8 +17,7 @@ from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.models.image_transformer.model import ImageTransformer
 from titanlite.tools.sample import command
 from titanlite.tools.sample import generate as sample
-from titanlite.tools.sample.choice import Choice
-from titanlite.tools.sample.generate import Pace, generate, sample_sequences
+from titanlite.tools.sample.generate import Choice, Pace, generate, sample_sequences
 from titanlite.training.initial_weights import generator_for
 
 NUM_TOKENS = 3 * 16 * 8
