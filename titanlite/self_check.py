@@ -12,7 +12,7 @@ are compared within rounding, and a difference is a warning, unless debug.determ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,8 @@ def check_copies(job: Job, when: str) -> str:
     prints = _fingerprints(job, is_exact)
     differing = [
         (axis, names)
-        for axis, group in _groups(job)
-        if (names := _compare(job, axis, group, prints, is_exact))
+        for axis in job.dims.axes_in_use
+        if (names := _compare(job, axis, prints, is_exact))
     ]
     flag = torch.tensor(bool(differing), dtype=torch.int, device=job.world.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -72,11 +72,6 @@ def check_copies(job: Job, when: str) -> str:
     if is_exact:
         raise TitanliteError(text)
     return text
-
-
-def _groups(job: Job) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    for axis in job.dims.axes_in_use:
-        yield axis, job.meshes.world[axis].get_group()
 
 
 def _names(job: Job, axis: str) -> list[str]:
@@ -147,9 +142,7 @@ def _norms(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _compare(
-    job: Job, axis: str, group: dist.ProcessGroup, prints: dict[str, Tensor], is_exact: bool
-) -> list[str]:
+def _compare(job: Job, axis: str, prints: dict[str, Tensor], is_exact: bool) -> list[str]:
     """The tensors whose copies along `axis` are not all equal; a collective over it."""
     names = _names(job, axis)
     if not names:
@@ -162,7 +155,7 @@ def _compare(
     is_here = torch.tensor([name in prints for name in names], device=own.device)[:, None]
     opposite = torch.where(is_here, ~own if is_exact else -own, own)
     both = torch.stack([own, opposite])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=job.meshes.world[axis].get_group())
     largest, smallest = both[0], ~both[1] if is_exact else -both[1]
     if is_exact:
         differs = largest != smallest

@@ -76,7 +76,8 @@ class CheckpointFolder:
         """All checkpoints, the last written first; those without a valid manifest by step."""
         found = [look_at(path) for path in self._entries() if STEP.fullmatch(path.name)]
         # A broken one has no serial: it is placed right after the last one of a lower step.
-        ordered: list[Found] = sorted((one for one in found if one.manifest), key=_serial)
+        whole = [(one.manifest.serial, one) for one in found if one.manifest]
+        ordered = [one for _, one in sorted(whole, key=lambda pair: pair[0])]
         for broken in sorted((one for one in found if not one.manifest), key=lambda one: one.step):
             before = [index for index, one in enumerate(ordered) if one.step < broken.step]
             ordered.insert(max(before, default=-1) + 1, broken)
@@ -151,10 +152,6 @@ class CheckpointFolder:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(path for path in self.path.iterdir() if path.is_dir())
         return []
-
-
-def _serial(found: Found) -> int:
-    return found.manifest.serial if found.manifest else 0
 
 
 def look_at(path: Path) -> Found:

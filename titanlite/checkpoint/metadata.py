@@ -69,10 +69,6 @@ class _Plain:
         self.state = state
 
 
-def _plain(kind: str) -> type[_Plain]:
-    return type(kind, (_Plain,), {"kind": kind})
-
-
 _NAMES = {
     **{
         ("torch.distributed.checkpoint.metadata", name): name
@@ -97,7 +93,9 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         # New classes for each pickle, so that it cannot alter those of the next one.
-        self._classes = {path: _plain(kind) for path, kind in _NAMES.items()}
+        self._classes = {
+            path: type(kind, (_Plain,), {"kind": kind}) for path, kind in _NAMES.items()
+        }
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._classes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import functools
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -307,7 +309,8 @@ def _locate(error: Any) -> tuple[str, int]:
 def _line(name: str, error: Any, values: Mapping[str, Any], depth: int, doubtful: set[str]) -> str:
     if name in job_keys():
         doubtful.add(name)
-        return explain(job_keys()[name], error, _get(values, name), depth)
+        value = functools.reduce(operator.getitem, name.split("."), values)
+        return explain(job_keys()[name], error, value, depth)
     if name in job_sections():
         doubtful.add(name)
         shown = show(error["input"])
@@ -344,9 +347,3 @@ def _put_text(values: dict[str, Any], key: Key, text: str | None, problems: list
         put(values, key.name, True)
     else:
         problems.append(f"{key.name}: has no value; write --{key.name}=value")
-
-
-def _get(values: Any, name: str) -> Any:
-    for part in name.split("."):
-        values = values[part]
-    return values

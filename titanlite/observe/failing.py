@@ -121,8 +121,9 @@ def _explain_loss(job: Job, outputs: Any, batch: Batch, what: str) -> str:
         # FSDP2 and replicate insert a class of torch before the model's.
         classes = type(job.parts[-1]).__mro__
         name = next(cls.__name__ for cls in classes if not cls.__module__.startswith("torch."))
+        what = "None" if outputs is None else f"a {type(outputs).__name__}"
         return (
-            f"the loss needs logits, but forward of {name} returns {_a(outputs)}; register the "
+            f"the loss needs logits, but forward of {name} returns {what}; register the "
             "model with `output`, a function from what it returns to the logits"
         )
     fields = [f"the outputs {_shape_of(outputs)}"]
@@ -134,10 +135,6 @@ def _explain_loss(job: Job, outputs: Any, batch: Batch, what: str) -> str:
         if job.config.training.loss is None:
             advice = "targets are int64, the number of a class of the logits, or -100 for none"
     return f"the loss gets {' and '.join(fields)}, and {what}; {advice}"
-
-
-def _a(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _shape_of(value: Any) -> str:

@@ -296,16 +296,11 @@ def peak_flops_per_second(gpu_name: str) -> float | None:
 
     A MIG slice counts as unknown, because its name is that of the whole GPU.
     """
-    name = gpu_name.upper()
-    if "MIG" in name.split():
+    words = set(gpu_name.upper().replace("-", " ").split())
+    if "MIG" in words:
         return None
-    return next((peak for part, peak in _PEAK_FLOPS_PER_SECOND if _has_words(name, part)), None)
-
-
-def _has_words(name: str, part: str) -> bool:
-    """Whether `name` has all words of `part` as whole words: L40 has no L4, H200 no H20."""
-    words = name.replace("-", " ").split()
-    return all(word in words for word in part.split())
+    # Whole words: L40 has no L4, H200 no H20.
+    return next((peak for part, peak in _PEAK_FLOPS_PER_SECOND if words >= {*part.split()}), None)
 
 
 _RECORD = TypeAdapter(StepRecord)

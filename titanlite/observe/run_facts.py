@@ -187,7 +187,7 @@ def _steps(resolved: ResolvedJob, data: Data, first_step: int) -> Fact:
     text = f"{first_step} to {last} of {count_of_step:,} {word}"
     if data.num_training:
         epochs = count * resolved.global_batch_size / data.num_training
-        text += f", {_significant(epochs)} epochs"
+        text += f", {epochs:.0f} epochs" if epochs >= 100 else f", {epochs:.3g} epochs"
     return Fact("steps", text)
 
 
@@ -243,7 +243,3 @@ def _saving(config: JobConfig, folder: Path) -> Fact:
     if section.async_mode != "disabled":
         text += ", while training goes on"
     return Fact("checkpoints", text)
-
-
-def _significant(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -38,10 +38,6 @@ class Variation:
         return Variation(name, {value: {key: value} for value in values}, needs)
 
 
-def _nothing(config: JobConfig, device_type: str) -> Iterator[str]:
-    yield from ()
-
-
 @dataclass(frozen=True)
 class Feature:
     """A parallel feature of a job."""
@@ -58,7 +54,7 @@ class Feature:
     """The value of model.converters that asks for it."""
     checks: tuple[Check, ...] = ()
     """Of keys against each other."""
-    machine_problems: Callable[[JobConfig, str], Iterator[str]] = _nothing
+    machine_problems: Callable[[JobConfig, str], Iterator[str]] = lambda *_: iter(())
     """What this machine lacks for it on a type of device, as lines for the user."""
     variations: tuple[Variation, ...] = ()
     """Its part of `verify --matrix`."""

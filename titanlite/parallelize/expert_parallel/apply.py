@@ -8,7 +8,6 @@ instead, each rank takes its shard of the tokens and the outputs are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -75,7 +74,7 @@ def apply_ep(
         if mesh is not None:
             check_mesh("apply_ep", name, mesh)
     layers = expert_layers([model])
-    groups = _groups_of([cp_mesh, tp_mesh])
+    groups = tuple(mesh.get_group().group_name for mesh in (cp_mesh, tp_mesh) if mesh is not None)
     has_whole_tokens = False
     if layers and tp_mesh is not None:
         has_whole_tokens = not shards_sequence(as_plan("apply_ep", model, plan))
@@ -119,7 +118,3 @@ def _shard_tokens(layer: ExpertLayer, tp_mesh: DeviceMesh, name: str) -> None:
 
     # An attribute of the instance comes before the method of the class.
     layer.__dict__["_routed"] = of_shard
-
-
-def _groups_of(meshes: Sequence[DeviceMesh | None]) -> tuple[str, ...]:
-    return tuple(mesh.get_group().group_name for mesh in meshes if mesh is not None)

@@ -346,10 +346,6 @@ class PipelineRunner:
         return list(self._parts)
 
     @property
-    def has_first(self) -> bool:
-        return 0 in self._parts
-
-    @property
     def has_last(self) -> bool:
         return self.table.num_stages - 1 in self._parts
 
@@ -365,7 +361,7 @@ class PipelineRunner:
         self.copies.update_followers()
         for stage in self.stages:
             stage.reduces_over_replicas = is_last
-        inputs = (batch.input,) if self.has_first else ()
+        inputs = (batch.input,) if 0 in self._parts else ()
         # PyTorch splits the target and passes each part to the loss. Here the target holds row
         # numbers, by which the loss selects its microbatch from every field.
         target = torch.arange(batch.num_sequences) if self.has_last else None

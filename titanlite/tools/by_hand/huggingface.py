@@ -58,9 +58,8 @@ def save_hf(
     }
     dtypes = {parameter.dtype for parameter in parameters.values()}
     if dtype is None and len(dtypes) != 1:
-        raise TitanliteError(
-            f"save_hf: the parameters have several dtypes ({_listed(dtypes)}); give dtype"
-        )
+        found = ", ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
+        raise TitanliteError(f"save_hf: the parameters have several dtypes ({found}); give dtype")
     if any(parameter.is_meta for parameter in parameters.values()):
         raise TitanliteError("save_hf: the model is on the meta device; give it values first")
     if like is not None and not is_hf_folder(like):
@@ -163,7 +162,3 @@ def _explaining(folder: Path) -> Iterator[None]:
         raise TitanliteError(f"save_hf: writing {folder} failed: {why}") from error
     except TitanliteError as error:
         raise TitanliteError(f"save_hf: {error}") from error
-
-
-def _listed(dtypes: set[torch.dtype]) -> str:
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

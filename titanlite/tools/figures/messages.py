@@ -165,7 +165,8 @@ class _Layout:
         for row, name in enumerate(picture.rows):
             y = self.y(row)
             drawing.line(self.left, y, self.right, y, FAINT)
-            drawing.text(12, y + 4, escape(name), colour=_ink(row), bold=True)
+            ink = RANKS[row % len(RANKS)] if row % len(RANKS) != 1 else "#b87e00"
+            drawing.text(12, y + 4, escape(name), colour=ink, bold=True)
             if picture.before:
                 drawing.text(self.left - 8, y + 4, escape(picture.before[row]), "end")
             if picture.after:
@@ -233,10 +234,6 @@ def _wrapped(text: str, length: int) -> list[str]:
             lines.append("")
         lines[-1] += part
     return [line.rstrip(", ") for line in lines]
-
-
-def _ink(row: int) -> str:
-    return RANKS[row % len(RANKS)] if row % len(RANKS) != 1 else "#b87e00"
 
 
 def _fill(name: str) -> str:

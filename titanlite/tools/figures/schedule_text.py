@@ -89,7 +89,8 @@ def _choose_labels(
 ) -> tuple[dict[Span, str], int]:
     """The longest labels that fit into `room`, and the width they take; empty if none fit."""
     step = min((span.end - span.start for span in spans), default=0)
-    if not step or not all(_is_whole(time / step) for s in spans for time in (s.start, s.end)):
+    times = [time / step for span in spans for time in (span.start, span.end)] if step else []
+    if not times or any(abs(time - round(time)) >= 1e-6 for time in times):
         return {}, room
     steps = round((timeline.drawn_end - timeline.start) / step)
     if timeline.start or steps > room:
@@ -103,10 +104,6 @@ def _choose_labels(
         if tightest * steps <= room:
             return labels, tightest * steps
     return {}, steps * (room // steps)
-
-
-def _is_whole(number: float) -> bool:
-    return abs(number - round(number)) < 1e-6
 
 
 def _labelled(
