@@ -107,7 +107,7 @@ def warnings_of_rounding(world: World, job_config: JobConfig) -> tuple[str, str]
         # As on a GPU: this machine has none.
         prints = module._fingerprints(job, is_exact=False)
         group = job.meshes.world["tp"].get_group()
-        names = module._compare(job, "tp", group, prints, is_exact=False)
+        names = module._compare(job, "tp", prints, is_exact=False)
         differing = module._everyones(job, [("tp", names)] if names else [], prints)
         found.append(module._explain(job, differing, "later", False) if differing else "")
     return found[0], found[1]

@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import titanlite.tools.lab as lab
 from titanlite.errors import TitanliteError
+from titanlite.tools.lab.link import Link
 from titanlite.tools.lab.table import Samples, Table, compared
-
-if TYPE_CHECKING:
-    from titanlite.tools.lab.link import Link
 
 # The first step is a warmup, and not timed.
 NUM_STEPS = 2

@@ -7,14 +7,15 @@ simulated GPUs (`ladder`) or from the planner (`zero`, `recomputation`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from titanlite.config import JobConfig, ResolvedJob, resolve_job
 from titanlite.tools.figures.chart import ChartAxis, ReferenceLine, Series, draw_chart
 from titanlite.tools.learn.jobs import most_bytes
+from titanlite.tools.learn.ladder.rungs import RUNGS, run_rung
 from titanlite.tools.planner.hardware import Hardware, load_hardware
-
-if TYPE_CHECKING:
-    from titanlite.config import ResolvedJob
+from titanlite.tools.planner.planning import plan_job
+from titanlite.tools.simulate.train_step import StepWorkload
 
 PARAMETERS = 8.03e9  # of Llama 3 8B
 DIM, HIDDEN, KV_DIM = 4096, 14336, 1024
@@ -70,9 +71,6 @@ def dp() -> str:
 
 def ladder() -> str:
     """Seconds of a step of the simulated GPUs, by the items of a rank."""
-    from titanlite.tools.learn.ladder.rungs import RUNGS, run_rung
-    from titanlite.tools.simulate.train_step import StepWorkload
-
     counts = (1, 2, 3, 4, 6, 8, 12)
     found: dict[str, list[tuple[float, float]]] = {}
     for name in ("1D DP, ring", "1D DP, overlap"):
@@ -136,8 +134,6 @@ ZERO_BYTES: dict[str, Callable[[float], float]] = {
 
 def planned_states(shards: int) -> float:
     """Bytes of parameters, gradients and optimizer state of a rank, as planned for FSDP."""
-    from titanlite.tools.planner.planning import plan_job
-
     job = _llama_job("8B", 2048, shards, parallelism={"data_parallel_shard_degree": shards})
     held = plan_job(job).ranks[0].held
     return held["parameters"] * 2 + held["optimizer state"]
@@ -147,8 +143,6 @@ def _llama_job(
     flavor: str, tokens: int, num_ranks: int, **sections: Mapping[str, Any]
 ) -> ResolvedJob:
     """A job of Llama 3 with one sequence of `tokens` on each rank."""
-    from titanlite.config import JobConfig, resolve_job
-
     training = {"dataset": "synthetic", "seq_len": tokens, "local_batch_size": 1}
     model = {"name": "llama3", "flavor": flavor}
     return resolve_job(

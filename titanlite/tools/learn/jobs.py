@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanlite.config import JobConfig, resolve_job
+from titanlite.config.model import load_model_spec
 from titanlite.ranks.launch import Place, spawn
-
-if TYPE_CHECKING:
-    from titanlite.tools.planner.events import Event, Trace
+from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Trace
+from titanlite.tools.simulate.network import bytes_sent
 
 NUM_RANKS = 4
 GLOBAL_BATCH_SIZE = 8
@@ -86,7 +86,6 @@ def parameter_shapes(name: str) -> list[tuple[int, ...]]:
     """The shapes of the whole parameters of the job's model."""
     import torch
 
-    from titanlite.config.model import load_model_spec
     from titanlite.models.build import build_model
 
     resolved = resolve_job(make_job(name), NUM_RANKS)
@@ -107,8 +106,6 @@ def planned(name: str, rank: int = 0) -> Figures:
 
 def most_bytes(trace: Trace, category: str) -> int:
     """The most bytes of a category of memory that a step holds at the same time."""
-    from titanlite.tools.planner.events import Allocation
-
     sizes: dict[int, int] = {}
     most = 0
     for event in trace.events:
@@ -156,9 +153,6 @@ def _run_jobs(place: Place, names: list[str]) -> list[Figures]:
 
 
 def _sent(events: Iterable[Event]) -> dict[tuple[str, str], float]:
-    from titanlite.tools.planner.events import Communication
-    from titanlite.tools.simulate.network import bytes_sent
-
     sent: dict[tuple[str, str], float] = {}
     for event in events:
         if isinstance(event, Communication):
@@ -169,6 +163,4 @@ def _sent(events: Iterable[Event]) -> dict[tuple[str, str], float]:
 
 
 def _flops(events: Iterable[Event]) -> int:
-    from titanlite.tools.planner.events import Operator
-
     return sum(event.flops for event in events if isinstance(event, Operator))

@@ -16,7 +16,12 @@ from functools import cached_property
 from statistics import mean
 from typing import TYPE_CHECKING
 
+from titanlite.models.image_transformer.config import ImageTransformerConfig
 from titanlite.tools.learn import jobs, processes
+from titanlite.tools.learn.ladder.rungs import RUNGS, run_rung
+from titanlite.tools.planner.cost import Cost
+from titanlite.tools.planner.events import Operator, Site
+from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.simulate.collectives import (
     ring_all_gather,
     ring_all_reduce,
@@ -24,11 +29,12 @@ from titanlite.tools.simulate.collectives import (
 )
 from titanlite.tools.simulate.gpu import ETHERNET, GPU, Cluster
 from titanlite.tools.simulate.network import Link, Network
+from titanlite.tools.simulate.result import Simulation
+from titanlite.tools.simulate.schemes import Workload, run_scheme
+from titanlite.tools.simulate.train_step import StepWorkload
 
 if TYPE_CHECKING:
-    from titanlite.models.image_transformer.config import ImageTransformerConfig
     from titanlite.tools.lab import VirtualCluster
-    from titanlite.tools.simulate.result import Simulation
 
 WORD = 4  # bytes of a float32
 
@@ -141,9 +147,6 @@ def _sequence(runs: Runs) -> Numbers:
 
 
 def _data_parallel(runs: Runs) -> Numbers:
-    from titanlite.tools.learn.ladder.rungs import RUNGS, run_rung
-    from titanlite.tools.simulate.train_step import StepWorkload
-
     work, link, n = StepWorkload(), ETHERNET.between, processes.NUM_RANKS
     rung = next(rung for rung in RUNGS if rung.name == "1D DP, ring")
     row, _ = run_rung(rung)
@@ -212,8 +215,6 @@ def _one_forward_one_backward(
     runs: Runs, forward_seconds: float
 ) -> tuple[Simulation, processes.PipelineStep]:
     """A step of 1F1B, simulated and run."""
-    from titanlite.tools.simulate.schemes import Workload, run_scheme
-
     n, m = processes.NUM_RANKS, NUM_MICROBATCHES
     step = processes.pipeline_step(runs.cluster, "1F1B", m, forward_seconds)
     return run_scheme("1F1B", Workload(workers=n, batches=m)), step
@@ -281,10 +282,6 @@ ROWS, SIDE = 256, 4096  # the weights, 64 MiB, are larger than caches
 
 
 def _roofline(runs: Runs) -> Numbers:
-    from titanlite.tools.planner.cost import Cost
-    from titanlite.tools.planner.events import Operator, Site
-    from titanlite.tools.planner.hardware import load_hardware
-
     del runs
     hardware = load_hardware("cpu")
     cost = Cost(hardware)

@@ -7,9 +7,8 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from titanlite.config import parse_args, resolve_job
+from titanlite.config import JobConfig, ResolvedJob, parse_args, resolve_job
 from titanlite.config.load import override, read_job
 from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import render_screen
@@ -24,10 +23,8 @@ from titanlite.tools.planner.hardware import Hardware, known_hardware, load_hard
 from titanlite.tools.planner.html import draw_page
 from titanlite.tools.planner.planning import JobPlan, plan_job
 from titanlite.tools.planner.report import figures, show
+from titanlite.tools.planner.space import KEPT_TRAINING
 from titanlite.tools.planner.spans import draw_schedules, make_timeline, step_spans
-
-if TYPE_CHECKING:
-    from titanlite.config import JobConfig, ResolvedJob
 
 EPILOG = "Any key of the job can follow: --section.key=value."
 
@@ -146,7 +143,6 @@ def _tensors(resolved: ResolvedJob) -> list[str]:
 
 def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | None) -> int:
     from titanlite.tools.planner import search_report as report
-    from titanlite.tools.planner.space import KEPT_TRAINING
 
     if hardware is None:
         raise ConfigError("--search: plans have no times without --hardware; give both")

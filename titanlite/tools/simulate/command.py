@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanlite.quantities import format_table
+from titanlite.schedule.timeline import Timeline
+from titanlite.schedule.trace import make_trace
+from titanlite.tools.figures.schedule_text import draw_text
 from titanlite.tools.options import write
 from titanlite.tools.simulate.costs import Costs
 from titanlite.tools.simulate.figures import Row, figures, html_table, table_rows, write_csv
+from titanlite.tools.simulate.memory_report import draw_memory, show_memory
 from titanlite.tools.simulate.network import Link, Network
 from titanlite.tools.simulate.options import (
     Parser,
@@ -32,9 +36,6 @@ from titanlite.tools.simulate.result import Simulation
 from titanlite.tools.simulate.schemes import STRATEGIES, Workload, run_scheme
 from titanlite.tools.simulate.sweep import Point, read_axes
 from titanlite.tools.simulate.work import SimulationError
-
-if TYPE_CHECKING:
-    from titanlite.schedule.timeline import Timeline
 
 FILES = {
     "svg": (".svg",),
@@ -123,13 +124,9 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
         timelines = [simulation.timeline(longest) for simulation in simulations]
     wrote = _write(simulations, timelines, rows, options, html_table(header, cells))
     if not options.quiet:
-        from titanlite.tools.figures.schedule_text import draw_text
-
         for simulation, timeline in zip(simulations, timelines, strict=True):
             print(draw_text(timeline, options.width, options.color), end="\n\n")
             if simulation.costs.has_sizes:
-                from titanlite.tools.simulate.memory_report import show_memory
-
                 print(show_memory(simulation, options.width), end="\n\n")
     print(format_table(header, cells, left=("scheme",)))
     print("".join(f"{line}\n" for line in wrote), end="")
@@ -149,8 +146,6 @@ def _write(
     wrote += write_timelines(options, timelines, html)
     # One picture per file; with several schemes, the name of each goes into its file name.
     for simulation in simulations if options.memory else ():
-        from titanlite.tools.simulate.memory_report import draw_memory
-
         target = _one_of(options.memory, simulation.title, len(simulations))
         wrote.append(write(target, partial(draw_memory, simulation)))
     named = list(zip((simulation.title for simulation in simulations), timelines, strict=False))
@@ -160,8 +155,6 @@ def _write(
         target = _one_of(options.png, title, len(timelines))
         wrote.append(write(target, partial(draw_png, timeline)))
     for title, timeline in named if options.trace else ():
-        from titanlite.schedule.trace import make_trace
-
         wrote.append(write(_one_of(options.trace, title, len(timelines)), make_trace(timeline)))
     return wrote
 

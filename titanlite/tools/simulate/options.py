@@ -10,15 +10,13 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
+from titanlite.schedule.timeline import Timeline
 from titanlite.tools.options import require_writable, write
 from titanlite.tools.simulate.quantity import BYTES, SECONDS, Quantity
 from titanlite.tools.simulate.result import Simulation
 from titanlite.tools.simulate.work import SimulationError
-
-if TYPE_CHECKING:
-    from titanlite.schedule.timeline import Timeline
 
 LARGEST = 1e100
 LEAST_WIDTH = 30

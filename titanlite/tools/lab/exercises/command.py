@@ -6,14 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.tools.lab.exercises import EXERCISES
+from titanlite.tools.lab.exercises.exercise import Exercise, load_answer, load_exercise
 from titanlite.tools.options import write
-
-if TYPE_CHECKING:
-    from titanlite.tools.lab.exercises.exercise import Exercise
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +52,6 @@ def _run(options: argparse.Namespace) -> int:
         print("\ntitanlite lab exercise NAME FILE --start writes a file to start from;")
         print("titanlite lab exercise NAME FILE judges it. --hint and --solution help.")
         return 0
-    from titanlite.tools.lab.exercises.exercise import load_exercise
 
     exercise = load_exercise(options.name)
     if options.hint or options.solution:
@@ -87,7 +83,6 @@ def _start(path: Path, skeleton: str, name: str) -> int:
 
 def _judge(exercise: Exercise, options: argparse.Namespace) -> int:
     from titanlite.tools.lab.cluster import VirtualCluster
-    from titanlite.tools.lab.exercises.exercise import load_answer
     from titanlite.tools.lab.exercises.judge import judge
 
     if options.picture is not None and options.picture.suffix not in (".svg", ".html"):

@@ -11,6 +11,7 @@ from titanlite.errors import TitanliteError
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.ranks.signals import ending_with_the_output
 from titanlite.schedule.timeline import Span
+from titanlite.tools.figures.schedule_text import draw_text
 from titanlite.tools.learn.ladder.command import FILES, add_arguments, make_network, make_workload
 from titanlite.tools.learn.ladder.rungs import (
     RUNGS,
@@ -42,8 +43,6 @@ def show(name: str, train: Train, arguments: Sequence[str] | None = None) -> Non
 
 def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
     """The text that `show` prints. Raises SimulationError, also if a result is wrong."""
-    from titanlite.tools.figures.schedule_text import draw_text
-
     rung = next(rung for rung in RUNGS if rung.name == name)
     parser = Parser(prog="titanlite ladder", description=f"The script of the rung {name}.")
     add_arguments(parser, list(rung.degrees))
