@@ -60,6 +60,10 @@ class Evidence:
         """The names of the tensors of this kind that differ at that step ("" for a number)."""
         return [f.name for f in self.found.failures if f.step == self.step and f.kind == kind]
 
+    def describe_update(self) -> str:
+        """What the optimizer's step does to the wrong weights, in a sentence; "" if unknown."""
+        return ""
+
     @property
     def forward_order(self) -> Sequence[str]:
         """The reference's modules, in the order in which their forward calls end."""

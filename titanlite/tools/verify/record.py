@@ -129,6 +129,9 @@ Shares = tuple[float, ...]
 Fit = tuple[Shares, float]
 """A gradient as a weighted sum of those of parts of the batch, and the relative residual."""
 
+LEFT = 1e-6
+"""The largest residual of such a sum."""
+
 Cell = tuple[int, int, int]
 """(data-parallel rank, microbatch, context-parallel rank): the targets of one loss sum."""
 
@@ -328,6 +331,63 @@ class CodeRun(RankRun):
     """What a module receives or returns -> the lines of code that ran just before, if watched."""
     lines_backward: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The same for the gradients of these tensors."""
+    wrong_line: WrongLine | None = None
+    updates: dict[int, str] = field(default_factory=dict)
+    """The step in which some rank's weights differ -> the file with this rank's parts of them."""
+
+
+@dataclass
+class PartFits:
+    """Wrong gradients as weighted sums of the gradients of the ranks' parts of the batch."""
+
+    fits: dict[int, dict[str, Fit]]
+    """Rank -> gradient -> these sums, relative to the reference's own."""
+    weights: Shares
+    """Each part's share of the whole mean."""
+    counts: dict[str, Shares]
+    """What else parts may be weighted by."""
+    rows: dict[int, dict[str, WrongRows]]
+    """Rank -> gradient -> the few rows that differ, if the others agree."""
+
+    def explains(self, name: str) -> bool:
+        """Whether a gradient is such a sum on every rank."""
+        left = [of_rank[name][1] for of_rank in self.fits.values() if name in of_rank]
+        return bool(left) and max(left) < LEFT
+
+
+class WrongRows(NamedTuple):
+    """Some rows of a gradient."""
+
+    rows: tuple[int, ...]
+    number: int
+    """Of all rows."""
+    is_zero: bool
+    """Whether this rank's are zero, and those of one process are not."""
+    should_be_zero: bool
+
+
+class Update(NamedTuple):
+    """What the optimizer's step did to a rank's part of a weight that is wrong."""
+
+    fit: Agreement
+    """Of the change of the weight."""
+    is_alone: bool
+    """Whether it is what the step does with this part as if it were the whole tensor."""
+
+
+@dataclass
+class WrongLine:
+    """The first line of the caller's code whose result is wrong."""
+
+    call: str
+    """The call of the innermost module that runs it."""
+    line: str
+    is_moved: bool = False
+    """Whether the result has the rows or columns of one process in another order."""
+    source: str = ""
+    """The line whose result it reads, if that is this rank's share: right after a sum or a mean."""
+    way: str = ""
+    axis: str = ""
 
 
 @dataclass

@@ -183,12 +183,24 @@ def sum_gradients(
 def fit(parts: Sequence[Tensor], own: Tensor, known: Tensor) -> Fit | None:
     """`own` as a weighted sum of `parts`, by least squares; the residual is relative to `known`.
 
-    None if it has too few elements for that.
+    None if it has too few elements for that, or if the parts are not independent.
     """
     own, stacked = own.double().flatten(), torch.stack([p.double().flatten() for p in parts], 1)
     if stacked.size(0) != len(own) or len(own) < 2 * len(parts) or not own.isfinite().all():
         return None
-    weights = torch.linalg.lstsq(stacked, own[:, None], driver="gelsd").solution[:, 0]
+    solved = torch.linalg.lstsq(stacked, own[:, None], rcond=1e-9, driver="gelsd")
+    if solved.rank.item() < len(parts):
+        return None
+    weights = solved.solution[:, 0]
+    return tuple(weights.tolist()), residual(parts, weights.tolist(), own, known)
+
+
+def residual(
+    parts: Sequence[Tensor], weights: Sequence[float], own: Tensor, known: Tensor
+) -> float:
+    """What a weighted sum leaves of `own`, relative to `known`."""
+    total = sum(
+        weight * part.double().flatten() for weight, part in zip(weights, parts, strict=True)
+    )
     scale = known.double().norm().item()
-    left = (stacked @ weights - own).norm().item()
-    return tuple(weights.tolist()), left / scale if scale else math.inf
+    return (total - own.double().flatten()).norm().item() / scale if scale else math.inf

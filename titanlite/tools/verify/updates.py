@@ -84,7 +84,8 @@ def explain_update(e: Evidence) -> Iterator[str]:
         return
     yield (
         f"gradients and their norm agree, but {shown} {agree(shown, 'differ')} after the step, "
-        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}. {_wrong_update(e)}"
+        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}. "
+        + (e.describe_update() or _wrong_update(e))
     )
 
 

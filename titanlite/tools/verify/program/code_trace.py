@@ -219,6 +219,10 @@ class Tracer:
                 ).T.reshape(call.shape)
         return None
 
+    def finds_moved(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> bool:
+        """Whether a tensor has rows or columns of the reference's in another order."""
+        return self._match(call, whole, share) is not None
+
     def _ways_of_dim(
         self, call: Tensor, whole: Tensor, dim: int, share: tuple[int, int]
     ) -> Iterator[tuple[Tensor | None, int, int]]:

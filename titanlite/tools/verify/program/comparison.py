@@ -34,7 +34,14 @@ from titanlite.tools.verify.program.findings import (
 )
 from titanlite.tools.verify.program.grid import make_grid
 from titanlite.tools.verify.program.request import Request, Split, check, pack
-from titanlite.tools.verify.record import CodeRun, Fit, ModelRun, RankRun, ReferenceTrace, Shares
+from titanlite.tools.verify.record import (
+    CodeRun,
+    ModelRun,
+    PartFits,
+    RankRun,
+    ReferenceTrace,
+    Update,
+)
 from titanlite.tools.verify.report import format_result
 from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.sensitivity import (
@@ -44,7 +51,6 @@ from titanlite.tools.verify.sensitivity import (
     Given,
     Sensitivity,
 )
-from titanlite.tools.verify.shares import LEFT
 from titanlite.tools.verify.wording import be, listed, name_parameters
 
 if TYPE_CHECKING:
@@ -538,42 +544,59 @@ class _Judging:
         for run in self.runs:
             by_part.setdefault(run.parts[step - 1], []).append(run.rank)
         files = [trace.file for trace in traces]
+        wrong, most = evidence.failed("gradient"), -1
         # A fit of each microbatch has more unknowns, and may be impossible.
         for count in {1: None, evidence.num_microbatches: None}:
-            if all(files) and evidence.failed("gradient") and len(by_part) * count > 1:
-                self._find_shares(evidence, step, files, list(by_part.values()), count)
-            if any(
-                left < LEFT for of_rank in evidence.shares.values() for _, left in of_rank.values()
-            ):
-                break
+            if not (all(files) and wrong) or 2 * most > len(wrong):
+                continue
+            found = self._find_shares(step, files, count)
+            number = 0 if found is None else sum(map(found.explains, wrong))
+            if found is not None and number > most:
+                most, evidence.shares, evidence.rows = number, found.fits, found.rows
+                evidence.weights, evidence.counts = found.weights, found.counts
+                evidence.parts = [
+                    (ranks, index if count > 1 else None)
+                    for ranks in by_part.values()
+                    for index in range(count)
+                ]
         if any(map(evidence.failed, ("loss", "gradient"))) and traces:
             self._watch(evidence, step)
+        if evidence.failed("weight"):
+            self._judge_updates(evidence, step)
         return evidence
 
-    def _find_shares(
-        self,
-        evidence: PartEvidence,
-        step: int,
-        files: Sequence[str],
-        parts: Sequence[Sequence[int]],
-        count: int,
-    ) -> None:
+    def _judge_updates(self, evidence: PartEvidence, step: int) -> None:
+        packed = self.packed
+        files = {run.rank: run.updates[step] for run in self.runs if step in run.updates}
+
+        def on_rank(world: World) -> list[dict[str, Update]]:
+            from titanlite.tools.verify.program.weights import judge_updates
+
+            return judge_updates(world, packed, step, list(files.values()))
+
+        with contextlib.suppress(RankError):
+            evidence.updates = dict(zip(files, self.pools.alone(on_rank), strict=True))
+
+    def _find_shares(self, step: int, files: Sequence[str], count: int) -> PartFits | None:
         packed, folder = self.packed, self.folder
 
-        def on_rank(world: World) -> tuple[dict[int, dict[str, Fit]], Shares, dict[str, Shares]]:
+        def on_rank(world: World) -> PartFits:
             from titanlite.tools.verify.program.reference import find_shares
 
             return find_shares(world, packed, folder, step, files, count)
 
         with contextlib.suppress(RankError):
-            evidence.shares, evidence.weights, evidence.counts = self.pools.alone(on_rank)
-            evidence.parts = [
-                (ranks, index) for ranks in parts for index in range(count if count > 1 else 0)
-            ] or [(ranks, None) for ranks in parts]
+            return self.pools.alone(on_rank)
+        return None
 
     def _watch(self, evidence: PartEvidence, step: int) -> None:
-        """Run the parallel code again, and note the lines of the caller's code."""
+        """Run both sides again, and note the lines of the caller's code."""
         packed, folder, record = self.packed, self.folder, self.record
+
+        def on_one(world: World) -> ModelRun:
+            from titanlite.tools.verify.program.reference import run_model
+
+            return run_model(world, packed, folder, step)
 
         def on_rank(world: World) -> CodeRun:
             from titanlite.tools.verify.program.parallel import run_parallel
@@ -581,4 +604,5 @@ class _Judging:
             return run_parallel(world, packed, folder, record, step)
 
         with contextlib.suppress(TitanliteError):
+            self.pools.alone(on_one)
             evidence.watched = self.pools.of(self.found.grid.world_size).call(on_rank)

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import is_pending
 from titanlite.tools.verify.outputs import Outputs, hookable, tensor_of
+from titanlite.tools.verify.program.lines import Values
 from titanlite.tools.verify.record import is_input, name_call, name_input
 
 # Code in these folders, and what comes from no file, is not the caller's.
@@ -52,10 +53,11 @@ class Events(Outputs):
         self.lines: dict[str, tuple[str, ...]] = {}
         self.lines_backward: dict[str, tuple[str, ...]] = {}
         """The lines of the caller's code that ran just before a tensor, or its gradient."""
+        self.values = Values()
         self.finds_flow = finds_flow
         self._nodes: dict[Any, str] = {}
         self._without_gradient: dict[str, list[str]] = {}
-        self._depth = 0
+        self._calls: list[str] = []
         self._is_validation = False
         self._is_own = False
         self._now: dict[str, None] = {}
@@ -66,8 +68,8 @@ class Events(Outputs):
         """Keep what a call receives; returns its arguments with aliases in place of tensors."""
         is_again = torch._C._current_graph_task_id() != -1
         if not is_again:
-            self._depth += 1
-            if self._depth == 1:
+            self._calls.append(call)
+            if len(self._calls) == 1:
                 # A forward pass without gradients, such as a validation, is no part of training.
                 self._is_validation = not torch.is_grad_enabled() or _infers_shapes()
             if self._is_validation:
@@ -80,6 +82,7 @@ class Events(Outputs):
                 read = torch.ops.aten.alias(value) if _can_be_aliased(value) else value
                 if read is not value:
                     aliases[id(value)] = read
+                    self.values.follow(value, read)
                 if not is_again and not is_pending(value):
                     event = name_input(call, argument)
                     if not value.requires_grad:
@@ -96,7 +99,7 @@ class Events(Outputs):
         """Keep what a call returns."""
         is_again = torch._C._current_graph_task_id() != -1
         if not is_again:
-            self._depth -= 1
+            self._calls.pop()
             if self._is_validation:
                 return
         value = tensor_of(output)
@@ -163,22 +166,34 @@ class Events(Outputs):
         finally:
             self._is_own = before
 
-    def note_line(self) -> None:
-        """Note the line of the caller's code that runs an operator."""
-        if not self._is_own and (line := _line_of_caller()):
+    def note_line(self) -> str:
+        """Note the line of the caller's code that runs an operator, and return it."""
+        line = "" if self._is_own else _line_of_caller()
+        if line:
             self._now[line] = None
+        return line
+
+    def note_value(self, line: str, operator: Any, given: Any, result: Any) -> None:
+        """Keep what an operator of the forward pass returns."""
+        is_forward = torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled()
+        if is_forward and not (self._calls and self._is_validation):
+            call = self._calls[-1] if self._calls else ""
+            self.values.note(call, line, operator, given, result)
 
 
 class Watch(TorchDispatchMode):
-    """Notes the line of the caller's code at every operator."""
+    """Notes the line of the caller's code at every operator, and what it returns."""
 
     def __init__(self, kept: Events) -> None:
         super().__init__()
         self.kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.kept.note_line()
-        return func(*args, **(kwargs or {}))
+        line = self.kept.note_line()
+        result = func(*args, **(kwargs or {}))
+        if line:
+            self.kept.note_value(line, func, (args, kwargs), result)
+        return result
 
 
 @contextlib.contextmanager

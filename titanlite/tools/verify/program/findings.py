@@ -23,15 +23,18 @@ from titanlite.tools.verify.passes import (
     sums_of_output,
 )
 from titanlite.tools.verify.record import (
+    LEFT,
     CodeRun,
     Fit,
     ModuleOutput,
     RankTrace,
     Shares,
+    Update,
+    WrongRows,
     is_input,
     module_of,
 )
-from titanlite.tools.verify.shares import describe_parts, sums_of_parts
+from titanlite.tools.verify.shares import NEAR, describe_parts, sums_of_parts
 from titanlite.tools.verify.updates import (
     explain_buffers,
     explain_norm_alone,
@@ -39,7 +42,7 @@ from titanlite.tools.verify.updates import (
     explain_state,
     explain_update,
 )
-from titanlite.tools.verify.wording import is_near, listed, name_factor, name_ranks
+from titanlite.tools.verify.wording import Explained, is_near, listed, name_factor, name_ranks
 
 MOST_LINES = 4
 
@@ -63,6 +66,10 @@ class PartEvidence(Evidence):
     flow: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """For each of these, those that it is computed from directly."""
     num_microbatches: int = 1
+    rows: Mapping[int, Mapping[str, WrongRows]] = field(default_factory=dict)
+    """Rank -> gradient -> the few rows of it that differ."""
+    updates: Mapping[int, Mapping[str, Update]] = field(default_factory=dict)
+    """Rank -> wrong weight -> what the step did to it."""
     watched: Sequence[CodeRun] = ()
     """The runs in which the lines of the caller's code were noted."""
 
@@ -108,6 +115,46 @@ class PartEvidence(Evidence):
                 return f": {listed(lines[-MOST_LINES:])}" if lines else ""
         return ""
 
+    def describe_update(self) -> str:
+        """What the optimizer's step does to the wrong weights, in a sentence; "" if unknown."""
+        wrong = [one for of_rank in self.updates.values() for one in of_rank.values()]
+        if not wrong:
+            return ""
+        if all(one.is_alone for one in wrong):
+            return (
+                "Each rank's new values are those that the step gives if its shard is taken for "
+                "the whole tensor: this optimizer needs the whole tensor, so gather it before"
+            )
+        factor, left = pooled([one.fit for one in wrong])
+        if left >= EXPLAINED or is_near(factor, 1.0):
+            return ""
+        same = self.factor(factor)
+        return (
+            f"The change of these weights is {factor:.6g} times that on one process"
+            f"{f' ({factor:.6g} is {same})' if same else ''}: look at the "
+            f"{'sign' if factor < 0 else 'scale'} of the update, and at the learning rate"
+        )
+
+    def first_wrong_line(self) -> str:
+        """The first line whose result is wrong, in a sentence; "" if none is known."""
+        found = next((run.wrong_line for run in self.watched if run.wrong_line), None)
+        if found is None:
+            return ""
+        start = f"the first line with another result than on one process is {found.line}"
+        if found.source:
+            what = f"the result of {found.source}" * (found.source != found.line)
+            return (
+                f"{start}. It reads {what or 'a value of the same line'}, which each rank computes "
+                f"from its own part: only the {found.way} over {found.axis} is right. Reduce it "
+                f"over {found.axis} before it is used"
+            )
+        if found.is_moved:
+            return (
+                f"{start}: it has rows or columns of one process, but others than those that this "
+                "rank's tokens have there, or in another order"
+            )
+        return start
+
 
 def conclude(e: PartEvidence) -> list[str]:
     """What is wrong, the most likely cause first."""
@@ -141,11 +188,12 @@ def are_local(e: PartEvidence) -> bool:
 
 def explain_step_of_local_gradients(e: PartEvidence) -> Iterator[str]:
     if are_local(e) and e.failed("weight"):
+        change = e.describe_update()
         yield (
             "each rank's gradients are its own, as if their sum were missing, but after the step "
             "the weights are equal on all ranks: the optimizer's step exchanges them. The weights "
-            "are not those of one process, so what the step does with them is wrong: look at the "
-            "sign and the scale of the update, and at what it averages"
+            "are not those of one process, so what the step does with them is wrong"
+            + (f". {change}" if change else ": look at what it averages, and by what it scales")
         )
 
 
@@ -239,7 +287,8 @@ def explain_forward(e: PartEvidence) -> Iterator[str]:
     known = [s for s in e.flow.get(first, ()) if any(s in trace.events for trace in e.traces)]
     module, one = module_of(first), next(iter(outputs.values()))
     inside = [s for s in known if not is_input(s) or module_of(s) != module]
-    lines = e.lines_before(first, list(outputs))
+    line = e.first_wrong_line()
+    lines = "" if line else e.lines_before(first, list(outputs))
     if is_input(first) or inside:
         sources = listed([describe_event(source) for source in known], 3)
         between = f"between {sources} and" if len(known) == 1 else f"after {sources}, and before"
@@ -261,6 +310,7 @@ def explain_forward(e: PartEvidence) -> Iterator[str]:
         ]
         if lines:
             parts.append(f"the code there{lines}")
+    parts += [line] * bool(line)
     if e.reference_trace is not None and e.reference_trace.num_left_out:
         parts.append(f"{e.reference_trace.num_left_out} outputs were too large to compare")
     odd = [event for event in moved if e.events.index(event) < e.events.index(first)]
@@ -313,7 +363,7 @@ def explain_ties(e: PartEvidence) -> Iterator[str]:
 def explain_parts(e: PartEvidence) -> Iterator[str]:
     """Gradients that are sums over the ranks' parts of the batch, with wrong coefficients."""
     wrong = e.failed("gradient")
-    if list(missing_sums(e, wrong)):
+    if list(missing_sums(e, wrong)) and not _is_partly_reduced(e):
         return
     names, kind = [], "the ranks' parts of the batch"
     for ranks, index in e.parts:
@@ -328,6 +378,36 @@ def explain_parts(e: PartEvidence) -> Iterator[str]:
         lambda shares: describe_parts(shares, e.weights, names, e.counts),
         f"over {kind}",
     )
+
+
+def _is_partly_reduced(e: PartEvidence) -> bool:
+    """Whether some microbatches of other ranks count, and some do not."""
+    for rank, of_rank in e.shares.items():
+        others = [number for number, (ranks, _) in enumerate(e.parts) if rank not in ranks]
+        for shares, left in of_rank.values():
+            seen = {abs(shares[number]) > NEAR for number in others}
+            if left < LEFT and len(seen) > 1:
+                return True
+    return False
+
+
+def explain_rows(e: PartEvidence) -> Iterator[str]:
+    """Gradients of which only a few rows differ."""
+    for name in e.failed("gradient"):
+        found = {rank: of_rank[name] for rank, of_rank in e.rows.items() if name in of_rank}
+        if not found:
+            continue
+        one = next(iter(found.values()))
+        holders = [run.rank for run in e.runs if name in run.steps[e.step].gradients]
+        how = ", which is zero there, but not on one process" * one.is_zero
+        how += ", which is zero on one process" * one.should_be_zero
+        rows = sorted({row for of_rank in found.values() for row in of_rank.rows})
+        yield Explained(
+            f"the gradient of {name} differs only in {_rows(rows)} of {one.number}{how}, "
+            f"{name_ranks(found, e.runs, holders)}. Look at how these rows are chosen, and at "
+            "what is special about them (padding, a boundary between shards)",
+            [name],
+        )
 
 
 def explain_logarithm(e: PartEvidence) -> Iterator[str]:
@@ -420,7 +500,9 @@ def _compared_backward(e: PartEvidence) -> set[str]:
 def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
     """The loss, if all that the model returns agrees."""
     if outputs_agree(e) or not any(trace.events for trace in e.traces):
-        yield from explain_loss(e)
+        line = e.first_wrong_line()
+        for sentence in explain_loss(e):
+            yield f"{sentence}. {line[:1].upper()}{line[1:]}" if line else sentence
 
 
 STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
@@ -435,6 +517,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_logarithm,),
     (explain_loss_of_code,),
     (explain_backward,),
+    (explain_rows,),
     (explain_gradients,),
     (explain_norm_alone,),
     (explain_update,),

@@ -25,8 +25,10 @@ from titanlite.tools.verify.program.batches import digest_of_batch, find_part, p
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
 from titanlite.tools.verify.program.code_trace import Tracer, save_part
 from titanlite.tools.verify.program.events import Events, Watch, recorded
+from titanlite.tools.verify.program.lines import first_wrong_line
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
+from titanlite.tools.verify.program.weights import save_update
 from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import HeldParts, Subject
@@ -163,6 +165,7 @@ class _Measuring:
             perturbation.restore()
             if step == self.watched:
                 run.lines, run.lines_backward = kept.lines, kept.lines_backward
+                run.wrong_line = first_wrong_line(tracer, kept.values, self.folder)
                 return run
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
@@ -178,12 +181,22 @@ class _Measuring:
                 run.traffic, run.traffic.part = watch.traffic(), digest
             with built.parameters():
                 found.weights = subject.compare_weights(known["weights"])
+                self._save_update(subject, found, step, run)
             if not built.is_flat:
                 found.state = subject.compare_state(known["state"])
             found.buffers = self._compare_buffers(subject, known["buffers"], run)
             run.steps.append(found)
             built.forget_gradients()
         return run
+
+    def _save_update(self, subject: Subject, found: RankStep, step: int, run: CodeRun) -> None:
+        """Save weights that are the first to differ on some rank."""
+        wrong = [n for n, one in found.weights.items() if not one.difference <= self.tolerance]
+        if self.traces and not run.updates and wrong:
+            path = Path(self.folder) / f"update{self.world.rank}.pt"
+            with contextlib.suppress(Exception):
+                file = save_update(path, subject.held, wrong, self.folder, step)
+                run.updates[step] = file
 
     @contextlib.contextmanager
     def _observing(self, subject: Subject, built: Built, kept: Events, step: int) -> Iterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,29 +19,39 @@ from titanlite import pickles
 from titanlite.ranks.world import World
 from titanlite.tools.verify.inspect_model import watched
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
-from titanlite.tools.verify.program.events import Events, recorded
+from titanlite.tools.verify.program.events import Events, Watch, recorded
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.record import Fit, ModelRun, ReferenceStep, Shares
-from titanlite.tools.verify.shares import LEFT
+from titanlite.tools.verify.record import (
+    LEFT,
+    Fit,
+    ModelRun,
+    PartFits,
+    ReferenceStep,
+    Shares,
+    WrongRows,
+)
 from titanlite.tools.verify.step_files import load, store
 from titanlite.tools.verify.subject import HeldPart, Subject
-from titanlite.tools.verify.tracing import fit
+from titanlite.tools.verify.tracing import TOLERANCES, fit, residual
 
 # Module outputs, and as much for their gradients, are kept up to this total per step.
 MOST_OUTPUT_BYTES = 1 << 29
 
 
-def run_model(world: World, packed: bytes, folder: str) -> ModelRun:
-    """Train the reference on every batch and write a record of each step into `folder`."""
+def run_model(world: World, packed: bytes, folder: str, watched: int | None = None) -> ModelRun:
+    """Train the reference on every batch and write a record of each step into `folder`.
+
+    With `watched`, only up to this step; the values of the caller's lines in it are saved, too.
+    """
     request: Request = pickles.loads(packed)
     try:
         with in_dtype(request.dtype):
-            return _run(build(request, None, is_reference=True), folder)
+            return _run(build(request, None, is_reference=True), folder, watched)
     finally:
         clean_up()
 
 
-def _run(built: Built, folder: str) -> ModelRun:
+def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
     request, model = built.request, built.modules[0]
     names: dict[int, list[str]] = {}
     held: dict[str, HeldPart] = {}
@@ -65,6 +75,8 @@ def _run(built: Built, folder: str) -> ModelRun:
                 narrowed = exits.enter_context(watched(model))
             if request.modules:
                 exits.enter_context(recorded([model], [True], built.name_of, kept))
+            if step == watched_step:
+                exits.enter_context(Watch(kept))
             loss = built.run_step(batch) or 0.0
         own = [p.grad for p in model.parameters() if p.grad is not None]
         norm = sum((g.double() ** 2).sum().item() for g in own) ** 0.5
@@ -81,6 +93,9 @@ def _run(built: Built, folder: str) -> ModelRun:
             "output_gradients": {n: found for n, found in of_outputs.items() if found},
         }
         store(found, folder, step)
+        if step == watched_step:
+            kept.values.save(folder)
+            break
         if step == 1:
             record.narrowed = (*narrowed, *by_optimizer) if request.dtype == "float64" else ()
             record.modules = tuple(outputs)
@@ -93,12 +108,11 @@ def _run(built: Built, folder: str) -> ModelRun:
 
 def find_shares(
     world: World, packed: bytes, folder: str, step: int, files: Sequence[str], count: int = 1
-) -> tuple[dict[int, dict[str, Fit]], Shares, dict[str, Shares]]:
+) -> PartFits:
     """Write wrong gradients as weighted sums of the gradients of the ranks' parts of the batch.
 
     `files` are those of the ranks (code_trace.py). Each part is cut into `count` microbatches along
-    dimension 0. Returns these sums by rank and name, relative to the reference's own; each
-    part's share of the whole mean; and what else parts may be weighted by (`_counts_of`).
+    dimension 0.
     """
     request: Request = pickles.loads(packed)
     saved = [torch.load(file, weights_only=False) for file in files]
@@ -119,13 +133,13 @@ def find_shares(
                     of_parts.setdefault(name, []).append(parameter.grad.detach().flatten())
             model.zero_grad(set_to_none=True)
     fits: dict[int, dict[str, Fit]] = {file["rank"]: {} for file in saved}
-    shares: Shares = ()
+    of_whole: Shares = ()
     for name, gradients in of_parts.items():
         whole = record["gradients"][name].flatten()
         known = fit(gradients, whole, whole) if len(gradients) == len(parts) else None
         if known is None or known[1] > LEFT or not all(known[0]):
             continue
-        shares = shares or tuple(one / sum(known[0]) for one in known[0])
+        of_whole = of_whole or known[0]
         for file in saved:
             if name in file["gradients"]:
                 own, elements = file["gradients"][name]
@@ -133,8 +147,36 @@ def find_shares(
                 if found is not None:
                     relative = (a / b for a, b in zip(found[0], known[0], strict=True))
                     fits[file["rank"]][name] = tuple(relative), found[1]
+    for file in saved if of_whole else ():
+        # Gradients from which coefficients do not follow may have those of the others.
+        own_fits = fits[file["rank"]]
+        other = next((one for one, left in own_fits.values() if left < LEFT), None)
+        for name in file["gradients"].keys() & of_parts.keys() - own_fits.keys() if other else ():
+            (own, elements), gradients = file["gradients"][name], of_parts[name]
+            if len(gradients) == len(parts):
+                weights = [a * b for a, b in zip(other, of_whole, strict=True)]
+                some = [one[elements] for one in gradients]
+                left = residual(some, weights, own, record["gradients"][name].flatten()[elements])
+                own_fits |= {name: (other, left)} if left < LEFT else {}
     clean_up()
-    return fits, shares, _counts_of(parts)
+    rows = {file["rank"]: _wrong_rows(file["gradients"], record["gradients"]) for file in saved}
+    return PartFits(fits, tuple(one / sum(of_whole) for one in of_whole), _counts_of(parts), rows)
+
+
+def _wrong_rows(
+    gradients: Mapping[str, tuple[Tensor, Tensor]], known: Mapping[str, Tensor]
+) -> dict[str, WrongRows]:
+    """The rows of a rank's gradients, its values and the numbers of its elements, that differ."""
+    found = {}
+    for name, (own, elements) in gradients.items():
+        whole = known[name]
+        right = whole.flatten()[elements]
+        is_wrong = (own - right).abs() > TOLERANCES[torch.float64] * whole.abs().max()
+        rows = (elements // max(1, whole[0].numel()))[is_wrong].unique() if whole.ndim > 1 else ()
+        if 0 < len(rows) <= whole.size(0) // 4:
+            zeros = [not tensor[is_wrong].any() for tensor in (own, right)]
+            found[name] = WrongRows(tuple(rows.tolist()), whole.size(0), *zeros)
+    return found
 
 
 def _microbatches(batch: Any, count: int) -> list[Any]:

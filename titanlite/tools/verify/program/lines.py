@@ -1,0 +1,238 @@
+"""On a rank: what each line of the caller's code computes in the forward pass, compared.
+
+A line is found on both sides if both run the same code, as the same loss function or module does.
+A value that is a rank's own share is right after a sum or a mean over an axis. A wrong value is
+harmless if all that is computed from it next is right.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from titanlite.modules.shards import local_part
+from titanlite.tools.verify.agreement import agreement, is_pending
+from titanlite.tools.verify.evidence import EXPLAINED
+from titanlite.tools.verify.record import WrongLine
+from titanlite.tools.verify.tracing import gathered, sum_over_axes
+
+if TYPE_CHECKING:
+    from titanlite.tools.verify.program.code_trace import Tracer
+
+# Larger values are not kept, and no more values are summed.
+MOST_ELEMENTS, MOST_BYTES, MOST_SUMS = 1 << 20, 1 << 28, 48
+# Their results may be written after they return.
+COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor")
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+Key = tuple[str, str, str]
+"""The call of the innermost module, the line, and the operator."""
+Place = tuple[Key, int]
+"""Which of the values of a key."""
+
+
+@dataclass
+class Values:
+    """The values of one forward pass, in order."""
+
+    of: dict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
+    places: list[Place] = field(default_factory=list)
+    tensors: list[Tensor | None] = field(default_factory=list)
+    sources: list[tuple[int, ...]] = field(default_factory=list)
+    num_bytes: int = 0
+    _makers: Any = field(default_factory=WeakTensorKeyDictionary)
+
+    def note(self, call: str, line: str, operator: Any, given: Any, result: Any) -> None:
+        """Note the first tensor that an operator returns."""
+        found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not found:
+            return
+        sources = dict.fromkeys(
+            self._makers[leaf]
+            for leaf in tree_leaves(given)
+            if isinstance(leaf, Tensor) and leaf in self._makers
+        )
+        key = (call, line, str(operator))
+        self.places.append((key, len(self.of[key])))
+        self.of[key].append(len(self.tensors))
+        for one in found:
+            self._makers[one] = len(self.tensors)
+        self.sources.append(tuple(sources))
+        self.tensors.append(self._copy(operator, found[0]))
+
+    def follow(self, value: Tensor, alias: Tensor) -> None:
+        """An alias has the value of a tensor."""
+        if value in self._makers:
+            self._makers[alias] = self._makers[value]
+
+    def save(self, folder: str) -> None:
+        """Save what the ranks compare theirs with."""
+        values = {key: [self.tensors[i] for i in numbers] for key, numbers in self.of.items()}
+        torch.save(values, _file(folder))
+
+    def _copy(self, operator: Any, value: Tensor) -> Tensor | None:
+        is_open = operator.namespace in COMMUNICATION and operator is not WAIT
+        if is_open or is_pending(value):
+            return None
+        local = local_part(value.detach())
+        if local.numel() > MOST_ELEMENTS or self.num_bytes > MOST_BYTES:
+            return None
+        self.num_bytes += local.numel() * local.element_size()
+        return local.cpu().clone()
+
+
+def _file(folder: str) -> Path:
+    return Path(folder) / "values.pt"
+
+
+def first_wrong_line(tracer: Tracer, values: Values, folder: str) -> WrongLine | None:
+    """The first value that is wrong on some rank, compared with those that the reference has saved
+    in `folder`; every rank of the world must call this.
+    """
+    known = torch.load(_file(folder), mmap=True, weights_only=True)
+    states = {
+        place: state
+        for number, place in enumerate(values.places)
+        if (state := _state(tracer, values, number, known)) is not None
+    }
+    wrong: dict[Place, None] = {}
+    for of_rank in gathered([place for place, state in states.items() if state != "right"]):
+        wrong |= dict.fromkeys(of_rank)
+    shares = _shares(tracer, values, known, list(wrong)[:MOST_SUMS])
+    return _first(values, states, wrong, shares)
+
+
+def _state(
+    tracer: Tracer, values: Values, number: int, known: Mapping[Key, Sequence[Tensor | None]]
+) -> str | None:
+    """ "right", "moved" for rows in another order, or "wrong"; None if that cannot be said."""
+    found = _pair(values, number, known)
+    if found is None:
+        return None
+    own, whole, share = found
+    if not own.ndim or not whole.ndim:
+        same = own.shape == whole.shape and share == (0, 1)
+        return ("right" if _is_close(tracer, own, whole) else "wrong") if same else None
+    is_any = False
+    for select in tracer.ways(own, whole, share):
+        is_any = True
+        if agreement(own, select(whole), whole).difference <= tracer.tolerance:
+            return "right"
+    if tracer.finds_moved(own, whole, share):
+        return "moved"
+    return "wrong" if is_any else None
+
+
+def _is_close(tracer: Tracer, own: Tensor, whole: Tensor) -> bool:
+    return agreement(own, whole, whole).difference <= tracer.tolerance
+
+
+def _pair(
+    values: Values, number: int, known: Mapping[Key, Sequence[Tensor | None]]
+) -> tuple[Tensor, Tensor, tuple[int, int]] | None:
+    """A value, that of one process, and which of how many microbatches it is of."""
+    (key, index), own = values.places[number], values.tensors[number]
+    others = known.get(key, ())
+    if own is None or not others or len(values.of[key]) % len(others):
+        return None
+    microbatch, place = divmod(index, len(others))
+    whole = others[place]
+    if whole is None or whole.dtype != own.dtype or not own.numel() or not whole.numel():
+        return None
+    return own, whole, (microbatch, len(values.of[key]) // len(others))
+
+
+def _shares(
+    tracer: Tracer,
+    values: Values,
+    known: Mapping[Key, Sequence[Tensor | None]],
+    wrong: Sequence[Place],
+) -> dict[Place, tuple[str, str]]:
+    """The wrong values that are right after a "sum" or a "mean" over an axis, with both."""
+    pairs: dict[Place, tuple[Tensor, Tensor]] = {}
+    for number, place in enumerate(values.places):
+        found = _pair(values, number, known) if place in wrong else None
+        if found and found[0].dtype != torch.bool and found[0].shape == found[1].shape:
+            pairs[place] = found[:2]
+    everyone = gathered({place: tuple(own.shape) for place, (own, _) in pairs.items()})
+    num_rows = gathered(0 if tracer.where is None else len(tracer.where.rows))
+    shares = {}
+    for place in wrong:
+        shapes = [of_rank.get(place) for of_rank in everyone]
+
+        def weighted(weight: int, place: Place = place) -> Tensor:
+            return pairs[place][0].double() * weight
+
+        of_axes = sum_over_axes(tracer.subject, shapes, lambda: weighted(1))
+        # A mean over rows, of which ranks may have different numbers.
+        by_rows = sum_over_axes(tracer.subject, shapes, lambda: weighted(num_rows[tracer.rank]))
+        for axis, total in of_axes.items():
+            group = tracer.subject.groups[axis]
+            rows = sum(num_rows[rank] for rank in dist.get_process_group_ranks(group))
+            way = _way(total, by_rows[axis], pairs[place][1], tracer.grid.degrees[axis], rows)
+            if way and place not in shares:
+                shares[place] = way, axis
+    return shares
+
+
+def _way(total: Tensor, by_rows: Tensor, known: Tensor, degree: int, num_rows: int) -> str:
+    """How a value of one process follows from sums of the ranks' own; "" if it does not."""
+    for way, own, factor in (
+        ("sum", total, 1),
+        ("mean", total, degree),
+        ("mean, weighted by the number of rows,", by_rows, num_rows),
+    ):
+        if factor and agreement(own / factor, known.double(), known).difference < EXPLAINED:
+            return way
+    return ""
+
+
+def _first(
+    values: Values,
+    states: Mapping[Place, str],
+    wrong: Mapping[Place, None],
+    shares: Mapping[Place, tuple[str, str]],
+) -> WrongLine | None:
+    readers: dict[int, list[int]] = defaultdict(list)
+    for number, sources in enumerate(values.sources):
+        for source in sources:
+            readers[source].append(number)
+    harmless: dict[int, bool] = {}
+    for number in reversed(range(len(values.places))):
+        place, after = values.places[number], readers[number]
+        is_right = place in states and place not in wrong
+        harmless[number] = is_right or (bool(after) and all(harmless[r] for r in after))
+    for number, place in enumerate(values.places):
+        if place in wrong and place not in shares and not harmless[number]:
+            found = WrongLine(place[0][0], place[0][1], states.get(place) == "moved")
+            for source in _known_sources(values, states, number):
+                before = values.places[source]
+                if before in wrong and before in shares and not harmless[source]:
+                    found.source = before[0][1]
+                    found.way, found.axis = shares[before]
+            return found
+    return None
+
+
+def _known_sources(values: Values, states: Mapping[Place, str], number: int) -> list[int]:
+    """The nearest values with a counterpart from which one is computed."""
+    found, stack, seen = [], list(values.sources[number]), set[int]()
+    while stack:
+        source = stack.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        if values.places[source] in states:
+            found.append(source)
+        else:
+            stack += values.sources[source]
+    return found
