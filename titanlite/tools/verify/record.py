@@ -388,6 +388,8 @@ class WrongLine:
     """The line whose result it reads, if that is this rank's share: right after a sum or a mean."""
     way: str = ""
     axis: str = ""
+    only_here: tuple[str, ...] = ()
+    """The lines that compute what it reads and that one process does not run."""
 
 
 @dataclass

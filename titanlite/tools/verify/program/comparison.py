@@ -549,11 +549,11 @@ class _Judging:
         for count in {1: None, evidence.num_microbatches: None}:
             if not (all(files) and wrong) or 2 * most > len(wrong):
                 continue
-            found = self._find_shares(step, files, count)
-            number = 0 if found is None else sum(map(found.explains, wrong))
-            if found is not None and number > most:
-                most, evidence.shares, evidence.rows = number, found.fits, found.rows
-                evidence.weights, evidence.counts = found.weights, found.counts
+            parts = self._find_shares(step, files, count)
+            number = 0 if parts is None else sum(map(parts.explains, wrong))
+            if parts is not None and number > most:
+                most, evidence.shares, evidence.rows = number, parts.fits, parts.rows
+                evidence.weights, evidence.counts = parts.weights, parts.counts
                 evidence.parts = [
                     (ranks, index if count > 1 else None)
                     for ranks in by_part.values()

@@ -30,6 +30,7 @@ from titanlite.tools.verify.record import (
     RankTrace,
     Shares,
     Update,
+    WrongLine,
     WrongRows,
     is_input,
     module_of,
@@ -135,12 +136,19 @@ class PartEvidence(Evidence):
             f"{'sign' if factor < 0 else 'scale'} of the update, and at the learning rate"
         )
 
+    @property
+    def wrong_line(self) -> WrongLine | None:
+        return next((run.wrong_line for run in self.watched if run.wrong_line), None)
+
     def first_wrong_line(self) -> str:
         """The first line whose result is wrong, in a sentence; "" if none is known."""
-        found = next((run.wrong_line for run in self.watched if run.wrong_line), None)
+        found = self.wrong_line
         if found is None:
             return ""
         start = f"the first line with another result than on one process is {found.line}"
+        if found.only_here:
+            shown = listed(found.only_here[-MOST_LINES:])
+            return f"{start}. It reads what only the parallel code computes, in {shown}"
         if found.source:
             what = f"the result of {found.source}" * (found.source != found.line)
             return (
@@ -287,7 +295,8 @@ def explain_forward(e: PartEvidence) -> Iterator[str]:
     known = [s for s in e.flow.get(first, ()) if any(s in trace.events for trace in e.traces)]
     module, one = module_of(first), next(iter(outputs.values()))
     inside = [s for s in known if not is_input(s) or module_of(s) != module]
-    line = e.first_wrong_line()
+    # Lines without a counterpart are named by what they are between.
+    line = "" if e.wrong_line is None or e.wrong_line.only_here else e.first_wrong_line()
     lines = "" if line else e.lines_before(first, list(outputs))
     if is_input(first) or inside:
         sources = listed([describe_event(source) for source in known], 3)

@@ -203,8 +203,8 @@ def _first(
     shares: Mapping[Place, tuple[str, str]],
 ) -> WrongLine | None:
     readers: dict[int, list[int]] = defaultdict(list)
-    for number, sources in enumerate(values.sources):
-        for source in sources:
+    for number, own in enumerate(values.sources):
+        for source in own:
             readers[source].append(number)
     harmless: dict[int, bool] = {}
     for number in reversed(range(len(values.places))):
@@ -214,7 +214,9 @@ def _first(
     for number, place in enumerate(values.places):
         if place in wrong and place not in shares and not harmless[number]:
             found = WrongLine(place[0][0], place[0][1], states.get(place) == "moved")
-            for source in _known_sources(values, states, number):
+            sources, between = _known_sources(values, states, number)
+            found.only_here = tuple(line for line in between if line != found.line)
+            for source in sources:
                 before = values.places[source]
                 if before in wrong and before in shares and not harmless[source]:
                     found.source = before[0][1]
@@ -223,8 +225,10 @@ def _first(
     return None
 
 
-def _known_sources(values: Values, states: Mapping[Place, str], number: int) -> list[int]:
-    """The nearest values with a counterpart from which one is computed."""
+def _known_sources(
+    values: Values, states: Mapping[Place, str], number: int
+) -> tuple[list[int], list[str]]:
+    """The nearest values with a counterpart from which one is computed, and the lines between."""
     found, stack, seen = [], list(values.sources[number]), set[int]()
     while stack:
         source = stack.pop()
@@ -235,4 +239,5 @@ def _known_sources(values: Values, states: Mapping[Place, str], number: int) -> 
             found.append(source)
         else:
             stack += values.sources[source]
-    return found
+    between = (values.places[s][0][1] for s in sorted(seen - set(found)))
+    return found, list(dict.fromkeys(between))

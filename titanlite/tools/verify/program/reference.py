@@ -147,20 +147,31 @@ def find_shares(
                 if found is not None:
                     relative = (a / b for a, b in zip(found[0], known[0], strict=True))
                     fits[file["rank"]][name] = tuple(relative), found[1]
-    for file in saved if of_whole else ():
-        # Gradients from which coefficients do not follow may have those of the others.
-        own_fits = fits[file["rank"]]
-        other = next((one for one, left in own_fits.values() if left < LEFT), None)
-        for name in file["gradients"].keys() & of_parts.keys() - own_fits.keys() if other else ():
-            (own, elements), gradients = file["gradients"][name], of_parts[name]
-            if len(gradients) == len(parts):
-                weights = [a * b for a, b in zip(other, of_whole, strict=True)]
-                some = [one[elements] for one in gradients]
-                left = residual(some, weights, own, record["gradients"][name].flatten()[elements])
-                own_fits |= {name: (other, left)} if left < LEFT else {}
+    for file in saved:
+        _add_undetermined(fits[file["rank"]], file["gradients"], of_parts, of_whole, record)
     clean_up()
     rows = {file["rank"]: _wrong_rows(file["gradients"], record["gradients"]) for file in saved}
     return PartFits(fits, tuple(one / sum(of_whole) for one in of_whole), _counts_of(parts), rows)
+
+
+def _add_undetermined(
+    fits: dict[str, Fit],
+    gradients: Mapping[str, tuple[Tensor, Tensor]],
+    of_parts: Mapping[str, list[Tensor]],
+    of_whole: Shares,
+    record: Mapping[str, Any],
+) -> None:
+    """Gradients from which no coefficients follow have those of another, if these fit."""
+    shares = next((shares for shares, left in fits.values() if left < LEFT), None)
+    if shares is None:
+        return
+    weights = [own * whole for own, whole in zip(shares, of_whole, strict=True)]
+    for name in gradients.keys() & of_parts.keys() - fits.keys():
+        own, elements = gradients[name]
+        parts, known = [one[elements] for one in of_parts[name]], record["gradients"][name]
+        if len(parts) == len(weights):
+            left = residual(parts, weights, own, known.flatten()[elements])
+            fits |= {name: (shares, left)} if left < LEFT else {}
 
 
 def _wrong_rows(
@@ -172,8 +183,8 @@ def _wrong_rows(
         whole = known[name]
         right = whole.flatten()[elements]
         is_wrong = (own - right).abs() > TOLERANCES[torch.float64] * whole.abs().max()
-        rows = (elements // max(1, whole[0].numel()))[is_wrong].unique() if whole.ndim > 1 else ()
-        if 0 < len(rows) <= whole.size(0) // 4:
+        rows = (elements // max(1, whole[0].numel()))[is_wrong].unique()
+        if whole.ndim > 1 and 0 < len(rows) <= whole.size(0) // 4:
             zeros = [not tensor[is_wrong].any() for tensor in (own, right)]
             found[name] = WrongRows(tuple(rows.tolist()), whole.size(0), *zeros)
     return found
