@@ -62,8 +62,9 @@ def test_kernel_against_the_definition(name, dtype, num_kv_heads, num_queries, n
     ):
         assert found.shape == value.shape
         assert found.dtype == dtype or what == "lse"
-        # The softmax over a single key is always 1, so dq and dk are exactly zero.
-        largest = value.abs().max().clamp(min=0.1)
+        # The softmax over a single key is always 1, so dq and dk are exactly zero: terms of about 1
+        # cancel, and what they leave depends on the processor's order of summation.
+        largest = value.abs().max().clamp(min=0.5)
         error = ((found.double() - value).abs().max() / largest).item()
         assert error <= tolerance[dtype], what
 
