@@ -156,8 +156,8 @@ WITH_TORCH = {
         *("perturbation", "subject", "tracing", "watching"),
     ),
     "titanlite/tools/verify/program": (
-        *("batches", "building", "code_trace", "events", "local_parts", "parallel"),
-        "reference",
+        *("batches", "building", "code_trace", "events", "lines", "local_parts", "parallel"),
+        *("reference", "values", "weights"),
     ),
 }
 PLANNED_WITHOUT_TORCH = (

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import is_pending
 from titanlite.tools.verify.outputs import Outputs, hookable, tensor_of
-from titanlite.tools.verify.program.lines import Values
+from titanlite.tools.verify.program.values import Values
 from titanlite.tools.verify.record import is_input, name_call, name_input
 
 # Code in these folders, and what comes from no file, is not the caller's.

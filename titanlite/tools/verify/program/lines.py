@@ -1,4 +1,5 @@
-"""On a rank: what each line of the caller's code computes in the forward pass, compared.
+"""On a rank: finds the first line of the caller's code that computes something else than on one
+process.
 
 A line is found on both sides if both run the same code, as the same loss function or module does.
 A value that is a rank's own share is right after a sum or a mean over an axis. A wrong value is
@@ -9,96 +10,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import agreement, is_pending
+from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.evidence import EXPLAINED
+from titanlite.tools.verify.program.code_trace import Tracer
+from titanlite.tools.verify.program.values import Key, Place, Values, values_file
 from titanlite.tools.verify.record import WrongLine
 from titanlite.tools.verify.tracing import gathered, sum_over_axes
 
-if TYPE_CHECKING:
-    from titanlite.tools.verify.program.code_trace import Tracer
-
-# Larger values are not kept, and no more values are summed.
-MOST_ELEMENTS, MOST_BYTES, MOST_SUMS = 1 << 20, 1 << 28, 48
-# Their results may be written after they return.
-COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor")
-WAIT = torch.ops._c10d_functional.wait_tensor.default
-
-Key = tuple[str, str, str]
-"""The call of the innermost module, the line, and the operator."""
-Place = tuple[Key, int]
-"""Which of the values of a key."""
-
-
-@dataclass
-class Values:
-    """The values of one forward pass, in order."""
-
-    of: dict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
-    places: list[Place] = field(default_factory=list)
-    tensors: list[Tensor | None] = field(default_factory=list)
-    sources: list[tuple[int, ...]] = field(default_factory=list)
-    num_bytes: int = 0
-    _makers: Any = field(default_factory=WeakTensorKeyDictionary)
-
-    def note(self, call: str, line: str, operator: Any, given: Any, result: Any) -> None:
-        """Note the first tensor that an operator returns."""
-        found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not found:
-            return
-        sources = dict.fromkeys(
-            self._makers[leaf]
-            for leaf in tree_leaves(given)
-            if isinstance(leaf, Tensor) and leaf in self._makers
-        )
-        key = (call, line, str(operator))
-        self.places.append((key, len(self.of[key])))
-        self.of[key].append(len(self.tensors))
-        for one in found:
-            self._makers[one] = len(self.tensors)
-        self.sources.append(tuple(sources))
-        self.tensors.append(self._copy(operator, found[0]))
-
-    def follow(self, value: Tensor, alias: Tensor) -> None:
-        """An alias has the value of a tensor."""
-        if value in self._makers:
-            self._makers[alias] = self._makers[value]
-
-    def save(self, folder: str) -> None:
-        """Save what the ranks compare theirs with."""
-        values = {key: [self.tensors[i] for i in numbers] for key, numbers in self.of.items()}
-        torch.save(values, _file(folder))
-
-    def _copy(self, operator: Any, value: Tensor) -> Tensor | None:
-        is_open = operator.namespace in COMMUNICATION and operator is not WAIT
-        if is_open or is_pending(value):
-            return None
-        local = local_part(value.detach())
-        if local.numel() > MOST_ELEMENTS or self.num_bytes > MOST_BYTES:
-            return None
-        self.num_bytes += local.numel() * local.element_size()
-        return local.cpu().clone()
-
-
-def _file(folder: str) -> Path:
-    return Path(folder) / "values.pt"
+# No more values are summed.
+MOST_SUMS = 48
 
 
 def first_wrong_line(tracer: Tracer, values: Values, folder: str) -> WrongLine | None:
     """The first value that is wrong on some rank, compared with those that the reference has saved
     in `folder`; every rank of the world must call this.
     """
-    known = torch.load(_file(folder), mmap=True, weights_only=True)
+    known = torch.load(values_file(folder), mmap=True, weights_only=True)
     states = {
         place: state
         for number, place in enumerate(values.places)
