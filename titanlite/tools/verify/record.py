@@ -243,6 +243,8 @@ class ModuleOutput:
     """Whether it requires no gradient, but the reference's does."""
     has_no_gradient: bool = False
     """Whether no gradient of it arrives, but one of the reference's does."""
+    is_part: bool = False
+    """Whether it is compared with a part of the reference's, of other code."""
     biases: float | None = None
     """How often the output contains the module's bias, if nothing else is wrong with it."""
 
@@ -290,6 +292,8 @@ class RankTrace:
     """What modules receive, by `name_input`, compared like `modules`, of other code."""
     not_compared: tuple[str, ...] = ()
     """Outputs in a layout that fits no part of the reference's, of other code."""
+    accumulated: dict[str, int] = field(default_factory=dict)
+    """Parameter -> how often a backward pass adds to its gradient, of other code."""
 
     @property
     def events(self) -> dict[str, ModuleOutput]:
@@ -332,6 +336,10 @@ class CodeRun(RankRun):
     lines_backward: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The same for the gradients of these tensors."""
     wrong_line: WrongLine | None = None
+    changed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Step -> weights that are others at its first forward pass than after the step before."""
+    communicating: tuple[str, ...] = ()
+    """The calls of modules inside which ranks exchange something, if watched."""
     updates: dict[int, str] = field(default_factory=dict)
     """The step in which some rank's weights differ -> the file with this rank's parts of them."""
 
@@ -373,6 +381,8 @@ class Update(NamedTuple):
     """Of the change of the weight."""
     is_alone: bool
     """Whether it is what the step does with this part as if it were the whole tensor."""
+    decay: Agreement
+    """The error of the new weight beside the weight before the step."""
 
 
 @dataclass
@@ -404,5 +414,9 @@ class ModelRun(ReferenceRun):
     """Those whose gradients are known."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Names of one parameter."""
+    changed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """As in CodeRun."""
+    accumulated: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Step -> parameter -> how often a backward pass adds to its gradient."""
     num_left_out: int = 0
     """The number of outputs that were too large to keep."""

@@ -90,7 +90,10 @@ def gathered(value: T) -> list[T]:
 
 
 def sum_over_axes(
-    subject: Subject, places: Sequence[object], tensor: Callable[[], Tensor]
+    subject: Subject,
+    places: Sequence[object],
+    tensor: Callable[[], Tensor],
+    operator: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> dict[str, Tensor]:
     """Axis -> the sum of a tensor over it, if all ranks along it hold the same part.
 
@@ -101,7 +104,7 @@ def sum_over_axes(
         along = {places[rank] for rank in dist.get_process_group_ranks(group)}
         if len(along) == 1 and None not in along:
             total = tensor().to(subject.device).clone()
-            dist.all_reduce(total, group=group)
+            dist.all_reduce(total, operator, group=group)
             found[axis] = total.cpu()
     return found
 

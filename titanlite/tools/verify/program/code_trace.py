@@ -98,6 +98,7 @@ class Tracer:
             pending_inputs=tuple(kept.pending_inputs),
             inputs={event: one for event, one in found.items() if is_input(event)},
             not_compared=tuple(left),
+            accumulated=dict(kept.accumulated),
         )
         self._sum_backward(trace, backward, kept, known, factors)
         return trace
@@ -164,7 +165,10 @@ class Tracer:
         worst = max(found, key=lambda one: one.error)
         aa, ab, bb = (sum(getattr(one, name) for one in found) for name in ("aa", "ab", "bb"))
         total = Agreement(worst.error, worst.scale, aa, ab, bb, found[0].digest)
-        return ModuleOutput(total, len(calls), wrong, is_moved=is_moved, elsewhere=elsewhere)
+        is_part = calls[0].numel() * (len(calls) if len(known) == 1 else 1) < known[0].numel()
+        return ModuleOutput(
+            *(total, len(calls), wrong), is_moved=is_moved, elsewhere=elsewhere, is_part=is_part
+        )
 
     def ways(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Iterator[Select]:
         """The parts of `whole` that have the shape of `call`, a microbatch (index, count)."""

@@ -536,9 +536,20 @@ class _Judging:
         evidence.reference_trace = ReferenceTrace(record.modules, num_left_out=record.num_left_out)
         evidence.traces = traces
         evidence.flow, evidence.events = record.flow, record.modules
+        evidence.changed = record.changed.get(step, ())
+        evidence.accumulated = record.accumulated.get(step, {})
         evidence.is_split = len(set(self._parts_by_step()[step - 1])) > 1
         evidence.num_microbatches = self.request.microbatches or max(
             (one.num_calls for trace in traces for one in trace.modules.values()), default=1
+        )
+        evidence.first_microbatches = max(
+            (
+                one.num_calls
+                for run in self.runs
+                if 1 in run.traces
+                for one in run.traces[1].modules.values()
+            ),
+            default=1,
         )
         by_part: dict[str, list[int]] = {}
         for run in self.runs:

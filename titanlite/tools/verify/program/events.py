@@ -43,8 +43,14 @@ FOREIGN = (
 class Events(Outputs):
     """The tensors of one step: `first` has what modules receive (`name_input`) and return."""
 
-    def __init__(self, *, finds_flow: bool = False) -> None:
+    def __init__(
+        self, *, finds_flow: bool = False, at_start: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
+        self.at_start = at_start
+        """Called before the first forward pass."""
+        self.accumulated: Counter[str] = Counter()
+        """Parameter -> how often a backward pass adds to its gradient."""
         self.flow: dict[str, dict[str, None]] = {}
         """For each tensor, those that it is computed from directly, if that is looked for."""
         self.requires_grad: dict[str, bool] = {}
@@ -72,6 +78,10 @@ class Events(Outputs):
             if len(self._calls) == 1:
                 # A forward pass without gradients, such as a validation, is no part of training.
                 self._is_validation = not torch.is_grad_enabled() or _infers_shapes()
+                if self.at_start is not None and not self._is_validation:
+                    with self._own_code():
+                        self.at_start()
+                    self.at_start = None
             if self._is_validation:
                 return None
         with self._own_code():
@@ -175,10 +185,9 @@ class Events(Outputs):
 
     def note_value(self, line: str, operator: Any, given: Any, result: Any) -> None:
         """Keep what an operator of the forward pass returns."""
-        is_forward = torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled()
+        is_forward = torch._C._current_graph_task_id() == -1
         if is_forward and not (self._calls and self._is_validation):
-            call = self._calls[-1] if self._calls else ""
-            self.values.note(call, line, operator, given, result)
+            self.values.note(self._calls, line, operator, given, result)
 
 
 class Watch(TorchDispatchMode):
@@ -204,8 +213,16 @@ def recorded(
     kept: Events,
 ) -> Iterator[Events]:
     """Inside, `kept` records every module of the parts of a model, as `outputs.recorded` does."""
-    hooks = []
+    hooks: list[Any] = []
     for index, part in enumerate(parts):
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad:
+                known = name_of(part, name)
+                hooks.append(
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda _, name=known: kept.accumulated.update([name])
+                    )
+                )
         # A module and its wrappers share a canonical name; the innermost comes last and is kept.
         named = {name_of(part, name): module for name, module in hookable(part)}
         if not is_whole[index]:

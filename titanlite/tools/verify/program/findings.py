@@ -43,7 +43,15 @@ from titanlite.tools.verify.updates import (
     explain_state,
     explain_update,
 )
-from titanlite.tools.verify.wording import Explained, is_near, listed, name_factor, name_ranks
+from titanlite.tools.verify.wording import (
+    Explained,
+    be,
+    is_near,
+    listed,
+    name_factor,
+    name_parameters,
+    name_ranks,
+)
 
 MOST_LINES = 4
 
@@ -67,6 +75,12 @@ class PartEvidence(Evidence):
     flow: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """For each of these, those that it is computed from directly."""
     num_microbatches: int = 1
+    first_microbatches: int = 1
+    """Those of step 1."""
+    changed: Sequence[str] = ()
+    """The weights that the reference itself changes before its forward pass."""
+    accumulated: Mapping[str, int] = field(default_factory=dict)
+    """Parameter -> how often a backward pass adds to its gradient in the reference."""
     rows: Mapping[int, Mapping[str, WrongRows]] = field(default_factory=dict)
     """Rank -> gradient -> the few rows of it that differ."""
     updates: Mapping[int, Mapping[str, Update]] = field(default_factory=dict)
@@ -125,6 +139,12 @@ class PartEvidence(Evidence):
             return (
                 "Each rank's new values are those that the step gives if its shard is taken for "
                 "the whole tensor: this optimizer needs the whole tensor, so gather it before"
+            )
+        factor, left = pooled([one.decay for one in wrong])
+        if left < EXPLAINED and factor:
+            return (
+                f"They differ by {factor:.4g} times the weights before the step: the weight decay "
+                "of these parameters is not that on one process. Look at their parameter groups"
             )
         factor, left = pooled([one.fit for one in wrong])
         if left >= EXPLAINED or is_near(factor, 1.0):
@@ -228,18 +248,44 @@ def explain_cover(e: PartEvidence) -> Iterator[str]:
         counts.update(rows)
     missed = [row for row in range(num_rows) if not counts[row]]
     often = [row for row in range(num_rows) if counts[row] > 1]
+    of = f"of the batch of step {max(1, e.step)}"
     if missed and often:
         yield (
-            f"the ranks read the wrong samples: of the batch of step {max(1, e.step)}, "
+            f"the ranks read the wrong samples: {of}, "
             f"{_rows(missed)} {'are' if len(missed) > 1 else 'is'} read by no rank, and "
             f"{_rows(often)} by several. All ranks must take their parts from one order of the "
             "samples: look at the sampler, its seed and its rank"
+        )
+    elif often and len(often) < num_rows and any(map(e.failed, ("loss", "gradient"))):
+        yield (
+            f"the ranks read some samples twice: {of}, {_rows(often)} "
+            f"{'are' if len(often) > 1 else 'is'} read by several, the others by one. Samples that "
+            "fill up a part must not count in the loss: look at the sampler"
         )
 
 
 def _rows(rows: Sequence[int]) -> str:
     words = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}"
     return words + f" and {len(rows) - 4} more" * (len(rows) > 4)
+
+
+def explain_changed(e: PartEvidence) -> Iterator[str]:
+    """Weights that change between the optimizer's step and the next forward pass."""
+    seen = {
+        run.rank: run.changed[e.step]
+        for run in e.runs
+        if isinstance(run, CodeRun) and run.changed.get(e.step)
+    }
+    if not seen or e.changed or not any(map(e.failed, ("loss", "gradient", "weight"))):
+        return
+    names = {name for of_rank in seen.values() for name in of_rank}
+    who = name_parameters(names, e.runs, "weight")
+    before = f"step {e.step - 1} left them" if e.step > 1 else "they were at the start"
+    yield (
+        f"{who} {be(who)} changed before the forward pass of step {e.step}, "
+        f"{name_ranks(seen, e.runs, range(len(e.runs)))}: not as {before}. Look for code that "
+        "replaces weights (averaged weights, loading, a cast) and does not restore them"
+    )
 
 
 def explain_missing(e: PartEvidence) -> Iterator[str]:
@@ -320,6 +366,8 @@ def explain_forward(e: PartEvidence) -> Iterator[str]:
         if lines:
             parts.append(f"the code there{lines}")
     parts += [line] * bool(line)
+    if not is_input(first) and not (e.wrong_line and e.wrong_line.source):
+        parts += _own_part_alone(e, module, list(outputs))
     if e.reference_trace is not None and e.reference_trace.num_left_out:
         parts.append(f"{e.reference_trace.num_left_out} outputs were too large to compare")
     odd = [event for event in moved if e.events.index(event) < e.events.index(first)]
@@ -330,6 +378,23 @@ def explain_forward(e: PartEvidence) -> Iterator[str]:
         )
     parts += _details(e, first, outputs, one)
     yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
+
+
+def _own_part_alone(e: PartEvidence, module: str, ranks: Sequence[int]) -> Iterator[str]:
+    """Whether a module reads a part of what it reads on one process, and exchanges nothing."""
+    given = [
+        one
+        for trace in e.traces
+        for event, one in trace.inputs.items()
+        if module_of(event) == module and trace.rank in ranks
+    ]
+    exchanges = any(module_of(call) == module for run in e.watched for call in run.communicating)
+    if e.watched and given and not exchanges and all(one.is_part for one in given):
+        yield (
+            "it reads only this rank's part of what it reads on one process, and exchanges "
+            "nothing: if it needs the rest (for a statistic, neighbours, earlier tokens), that is "
+            "missing"
+        )
 
 
 def _details(
@@ -398,6 +463,45 @@ def _is_partly_reduced(e: PartEvidence) -> bool:
             if left < LEFT and len(seen) > 1:
                 return True
     return False
+
+
+def explain_accumulated(e: PartEvidence) -> Iterator[str]:
+    """Gradients to which more backward passes add than on one process."""
+    often: dict[str, set[float]] = defaultdict(set)
+    for trace in e.traces:
+        for name, number in trace.accumulated.items():
+            if known := e.accumulated.get(name):
+                often[name].add(number / known)
+    wrong = set(e.failed("gradient"))
+    if not wrong or not wrong < often.keys() or any(len(found) > 1 for found in often.values()):
+        return
+    own = {min(often[name]) for name in wrong}
+    right = {min(found) for name, found in often.items() if name not in wrong}
+    if len(own) == 1 and right and min(own) > max(right):
+        who = name_parameters(wrong, e.runs, "gradient")
+        yield Explained(
+            f"{who} {be(who)} wrong because more than their own loss is in them: backward passes "
+            f"add to them {min(own):g} times as often as on one process, and to the others "
+            f"{max(right):g} times. Zero them between the backward passes of different losses, or "
+            "keep the other loss from reaching these parameters",
+            wrong,
+        )
+
+
+def explain_microbatches(e: PartEvidence) -> Iterator[str]:
+    """A step with another number of microbatches, divided by that of step 1."""
+    now, first = e.num_microbatches, e.first_microbatches
+    if now == first or not e.failed("gradient"):
+        return
+    parts = [run.steps[e.step].gradients.get(n) for run in e.runs for n in e.failed("gradient")]
+    factor, left = pooled([part for part in parts if part is not None])
+    if left < EXPLAINED and is_near(factor, now / first):
+        yield Explained(
+            f"the gradients are {factor:.6g} times as large as on one process: step {e.step} has "
+            f"{now} microbatches, and each counts 1/{first}, as in step 1 with its {first}. Divide "
+            "by the number of microbatches, or of targets, of the same step",
+            e.failed("gradient"),
+        )
 
 
 def explain_rows(e: PartEvidence) -> Iterator[str]:
@@ -516,17 +620,20 @@ def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
 
 STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_shards, explain_start_of_code),
+    (explain_changed,),
     (explain_cover,),
     (explain_missing,),
     (explain_recomputation,),
     (explain_forward,),
     (explain_ties,),
+    (explain_microbatches,),
     (explain_step_of_local_gradients,),
     (explain_parts,),
     (explain_logarithm,),
     (explain_loss_of_code,),
     (explain_backward,),
     (explain_rows,),
+    (explain_accumulated,),
     (explain_gradients,),
     (explain_norm_alone,),
     (explain_update,),

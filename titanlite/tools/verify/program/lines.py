@@ -2,7 +2,7 @@
 process.
 
 A line is found on both sides if both run the same code, as the same loss function or module does.
-A value that is a rank's own share is right after a sum or a mean over an axis. A wrong value is
+A value that is a rank's own share is right after a reduction over an axis. A wrong value is
 harmless if all that is computed from it next is right.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,42 +19,64 @@ from torch import Tensor
 from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.evidence import EXPLAINED
 from titanlite.tools.verify.program.code_trace import Tracer
-from titanlite.tools.verify.program.values import Key, Place, Values, values_file
+from titanlite.tools.verify.program.values import Place, Values, values_file
 from titanlite.tools.verify.record import WrongLine
 from titanlite.tools.verify.tracing import gathered, sum_over_axes
 
-# No more values are summed.
-MOST_SUMS = 48
+# No more values are reduced.
+MOST_REDUCED = 48
+
+Pair = tuple[Tensor, Tensor, tuple[int, int]]
+"""A value, that of one process, and which of how many microbatches it is of."""
 
 
-def first_wrong_line(tracer: Tracer, values: Values, folder: str) -> WrongLine | None:
+def first_wrong_line(
+    tracer: Tracer, values: Values, folder: str, num_microbatches: int
+) -> WrongLine | None:
     """The first value that is wrong on some rank, compared with those that the reference has saved
     in `folder`; every rank of the world must call this.
     """
-    known = torch.load(values_file(folder), mmap=True, weights_only=True)
+    pairs = _pairs(values, folder, num_microbatches)
     states = {
-        place: state
-        for number, place in enumerate(values.places)
-        if (state := _state(tracer, values, number, known)) is not None
+        values.places[number]: state
+        for number, pair in pairs.items()
+        if (state := _state(tracer, *pair)) is not None
     }
     wrong: dict[Place, None] = {}
     for of_rank in gathered([place for place, state in states.items() if state != "right"]):
         wrong |= dict.fromkeys(of_rank)
-    shares = _shares(tracer, values, known, list(wrong)[:MOST_SUMS])
-    return _first(values, states, wrong, shares)
+    some = list(wrong)[:MOST_REDUCED]
+    found = {values.places[number]: pair[:2] for number, pair in pairs.items()}
+    shares = _shares(tracer, {place: found[place] for place in some if place in found}, some)
+    return _Search(values, states, wrong, shares).first()
 
 
-def _state(
-    tracer: Tracer, values: Values, number: int, known: Mapping[Key, Sequence[Tensor | None]]
-) -> str | None:
+def _pairs(values: Values, folder: str, num_microbatches: int) -> dict[int, Pair]:
+    """The values that have a counterpart, by number."""
+    known = torch.load(values_file(folder), mmap=True, weights_only=True)
+    pairs = {}
+    for number, (key, index) in enumerate(values.places):
+        own, others, all_own = values.tensors[number], known.get(key, ()), len(values.of[key])
+        if (
+            own is None
+            or not others
+            or all_own not in (len(others), num_microbatches * len(others))
+        ):
+            continue
+        microbatch, place = divmod(index, len(others))
+        whole = others[place]
+        if whole is not None and whole.dtype == own.dtype and own.numel() and whole.numel():
+            pairs[number] = own, whole, (microbatch, all_own // len(others))
+    return pairs
+
+
+def _state(tracer: Tracer, own: Tensor, whole: Tensor, share: tuple[int, int]) -> str | None:
     """ "right", "moved" for rows in another order, or "wrong"; None if that cannot be said."""
-    found = _pair(values, number, known)
-    if found is None:
-        return None
-    own, whole, share = found
     if not own.ndim or not whole.ndim:
-        same = own.shape == whole.shape and share == (0, 1)
-        return ("right" if _is_close(tracer, own, whole) else "wrong") if same else None
+        if own.shape != whole.shape or share != (0, 1):
+            return None
+        is_right = agreement(own, whole, whole).difference <= tracer.tolerance
+        return "right" if is_right else "wrong"
     is_any = False
     for select in tracer.ways(own, whole, share):
         is_any = True
@@ -64,112 +87,104 @@ def _state(
     return "wrong" if is_any else None
 
 
-def _is_close(tracer: Tracer, own: Tensor, whole: Tensor) -> bool:
-    return agreement(own, whole, whole).difference <= tracer.tolerance
-
-
-def _pair(
-    values: Values, number: int, known: Mapping[Key, Sequence[Tensor | None]]
-) -> tuple[Tensor, Tensor, tuple[int, int]] | None:
-    """A value, that of one process, and which of how many microbatches it is of."""
-    (key, index), own = values.places[number], values.tensors[number]
-    others = known.get(key, ())
-    if own is None or not others or len(values.of[key]) % len(others):
-        return None
-    microbatch, place = divmod(index, len(others))
-    whole = others[place]
-    if whole is None or whole.dtype != own.dtype or not own.numel() or not whole.numel():
-        return None
-    return own, whole, (microbatch, len(values.of[key]) // len(others))
-
-
 def _shares(
-    tracer: Tracer,
-    values: Values,
-    known: Mapping[Key, Sequence[Tensor | None]],
-    wrong: Sequence[Place],
+    tracer: Tracer, pairs: Mapping[Place, tuple[Tensor, Tensor]], wrong: Sequence[Place]
 ) -> dict[Place, tuple[str, str]]:
-    """The wrong values that are right after a "sum" or a "mean" over an axis, with both."""
-    pairs: dict[Place, tuple[Tensor, Tensor]] = {}
-    for number, place in enumerate(values.places):
-        found = _pair(values, number, known) if place in wrong else None
-        if found and found[0].dtype != torch.bool and found[0].shape == found[1].shape:
-            pairs[place] = found[:2]
-    everyone = gathered({place: tuple(own.shape) for place, (own, _) in pairs.items()})
+    """The wrong values that are right after a reduction over an axis, with both."""
+    shapes = gathered(
+        {
+            place: tuple(own.shape)
+            for place, (own, whole) in pairs.items()
+            if own.dtype != torch.bool and own.shape == whole.shape
+        }
+    )
     num_rows = gathered(0 if tracer.where is None else len(tracer.where.rows))
-    shares = {}
+    shares: dict[Place, tuple[str, str]] = {}
     for place in wrong:
-        shapes = [of_rank.get(place) for of_rank in everyone]
+        of_ranks = [of_rank.get(place) for of_rank in shapes]
 
-        def weighted(weight: int, place: Place = place) -> Tensor:
-            return pairs[place][0].double() * weight
+        def scaled(factor: int, place: Place = place) -> Tensor:
+            return pairs[place][0].double() * factor
 
-        of_axes = sum_over_axes(tracer.subject, shapes, lambda: weighted(1))
+        sums, lowest, highest = (
+            sum_over_axes(tracer.subject, of_ranks, lambda: scaled(1), operator)
+            for operator in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+        )
         # A mean over rows, of which ranks may have different numbers.
-        by_rows = sum_over_axes(tracer.subject, shapes, lambda: weighted(num_rows[tracer.rank]))
-        for axis, total in of_axes.items():
-            group = tracer.subject.groups[axis]
-            rows = sum(num_rows[rank] for rank in dist.get_process_group_ranks(group))
-            way = _way(total, by_rows[axis], pairs[place][1], tracer.grid.degrees[axis], rows)
-            if way and place not in shares:
-                shares[place] = way, axis
+        by_rows = sum_over_axes(tracer.subject, of_ranks, lambda: scaled(num_rows[tracer.rank]))
+        for axis, total in sums.items():
+            ranks = dist.get_process_group_ranks(tracer.subject.groups[axis])
+            rows = sum(num_rows[rank] for rank in ranks)
+            ways = {
+                "sum": total,
+                "mean": total / len(ranks),
+                "mean, weighted by the number of rows,": by_rows[axis] / max(1, rows),
+                "minimum": lowest[axis],
+                "maximum": highest[axis],
+            }
+            whole = pairs[place][1].double()
+            for way, reduced in ways.items():
+                if agreement(reduced, whole, whole).difference < EXPLAINED:
+                    shares.setdefault(place, (way, axis))
     return shares
 
 
-def _way(total: Tensor, by_rows: Tensor, known: Tensor, degree: int, num_rows: int) -> str:
-    """How a value of one process follows from sums of the ranks' own; "" if it does not."""
-    for way, own, factor in (
-        ("sum", total, 1),
-        ("mean", total, degree),
-        ("mean, weighted by the number of rows,", by_rows, num_rows),
-    ):
-        if factor and agreement(own / factor, known.double(), known).difference < EXPLAINED:
-            return way
-    return ""
+@dataclass
+class _Search:
+    """Values with their states, and those that are wrong on some rank."""
 
+    values: Values
+    states: Mapping[Place, str]
+    wrong: Mapping[Place, None]
+    shares: Mapping[Place, tuple[str, str]]
 
-def _first(
-    values: Values,
-    states: Mapping[Place, str],
-    wrong: Mapping[Place, None],
-    shares: Mapping[Place, tuple[str, str]],
-) -> WrongLine | None:
-    readers: dict[int, list[int]] = defaultdict(list)
-    for number, own in enumerate(values.sources):
-        for source in own:
-            readers[source].append(number)
-    harmless: dict[int, bool] = {}
-    for number in reversed(range(len(values.places))):
-        place, after = values.places[number], readers[number]
-        is_right = place in states and place not in wrong
-        harmless[number] = is_right or (bool(after) and all(harmless[r] for r in after))
-    for number, place in enumerate(values.places):
-        if place in wrong and place not in shares and not harmless[number]:
-            found = WrongLine(place[0][0], place[0][1], states.get(place) == "moved")
-            sources, between = _known_sources(values, states, number)
+    def first(self) -> WrongLine | None:
+        """The first wrong value that is no share, and is not harmless."""
+        harmless = self._harmless()
+        for number, place in enumerate(self.values.places):
+            if place not in self.wrong or place in self.shares or harmless[number]:
+                continue
+            found = WrongLine(place[0][0], place[0][1], self.states.get(place) == "moved")
+            sources, between = self._sources(number)
             found.only_here = tuple(line for line in between if line != found.line)
-            for source in sources:
-                before = values.places[source]
-                if before in wrong and before in shares and not harmless[source]:
-                    found.source = before[0][1]
-                    found.way, found.axis = shares[before]
+            share = next((s for s in sources if self._is_open_share(s, harmless)), None)
+            while share is not None:
+                # The first of a chain of shares is where the reduction belongs.
+                before = self.values.places[share]
+                found.source = before[0][1]
+                found.way, found.axis = self.shares[before]
+                sources, _ = self._sources(share)
+                share = next((s for s in sources if self._is_open_share(s, harmless)), None)
             return found
-    return None
+        return None
 
+    def _is_open_share(self, number: int, harmless: Mapping[int, bool]) -> bool:
+        place = self.values.places[number]
+        return place in self.wrong and place in self.shares and not harmless[number]
 
-def _known_sources(
-    values: Values, states: Mapping[Place, str], number: int
-) -> tuple[list[int], list[str]]:
-    """The nearest values with a counterpart from which one is computed, and the lines between."""
-    found, stack, seen = [], list(values.sources[number]), set[int]()
-    while stack:
-        source = stack.pop()
-        if source in seen:
-            continue
-        seen.add(source)
-        if values.places[source] in states:
-            found.append(source)
-        else:
-            stack += values.sources[source]
-    between = (values.places[s][0][1] for s in sorted(seen - set(found)))
-    return found, list(dict.fromkeys(between))
+    def _harmless(self) -> dict[int, bool]:
+        readers: dict[int, list[int]] = defaultdict(list)
+        for number, own in enumerate(self.values.sources):
+            for source in own:
+                readers[source].append(number)
+        harmless: dict[int, bool] = {}
+        for number in reversed(range(len(self.values.places))):
+            place, after = self.values.places[number], readers[number]
+            is_right = place in self.states and place not in self.wrong
+            harmless[number] = is_right or (bool(after) and all(harmless[r] for r in after))
+        return harmless
+
+    def _sources(self, number: int) -> tuple[list[int], list[str]]:
+        """The nearest values with a counterpart from which one is computed, and lines between."""
+        found, stack, seen = [], list(self.values.sources[number]), set[int]()
+        while stack:
+            source = stack.pop()
+            if source in seen:
+                continue
+            seen.add(source)
+            if self.values.places[source] in self.states:
+                found.append(source)
+            else:
+                stack += self.values.sources[source]
+        between = (self.values.places[s][0][1] for s in sorted(seen - set(found)))
+        return found, list(dict.fromkeys(between))

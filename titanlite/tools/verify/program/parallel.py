@@ -28,7 +28,7 @@ from titanlite.tools.verify.program.events import Events, Watch, recorded
 from titanlite.tools.verify.program.lines import first_wrong_line
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.program.weights import save_update
+from titanlite.tools.verify.program.weights import fingerprint, save_update
 from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import HeldParts, Subject
@@ -137,6 +137,7 @@ class _Measuring:
                 [RankStep(weights=subject.compare_weights(start))],
                 places={name: one.place for name, one in held.items()},
             )
+        after = None if built.is_flat else fingerprint(held)
         # A missing seed must show up: ranks on different machines differ in this too.
         torch.manual_seed(hash((world.rank, time.monotonic_ns())) % 2**32)
         for step, (batch, part) in enumerate(zip(batches, parts, strict=True), 1):
@@ -156,16 +157,23 @@ class _Measuring:
             is_seen = step == min(2, len(parts)) and not built.is_compiled
             looks = is_seen and self.traces and self.watched is None
             watch = StepWatch(subject.groups, built.own_parameters, [part]) if looks else None
-            kept = Events()
+            kept, seen = Events(), dict[str, tuple[float, float]]()
+            if after is not None:
+                kept.at_start = lambda seen=seen: seen.update(fingerprint(held))
             with (
                 self._observing(subject, built, kept, step),
                 watch.seeing() if watch else nullcontext(),
             ):
                 run.losses.append(built.run_step(part))
+            if changed := [name for name, own in seen.items() if own != (after or {})[name]]:
+                run.changed[step] = tuple(changed)
             perturbation.restore()
             if step == self.watched:
                 run.lines, run.lines_backward = kept.lines, kept.lines_backward
-                run.wrong_line = first_wrong_line(tracer, kept.values, self.folder)
+                run.wrong_line = first_wrong_line(
+                    tracer, kept.values, self.folder, max(map(len, kept.first.values()), default=1)
+                )
+                run.communicating = tuple(kept.values.communicating)
                 return run
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
@@ -179,6 +187,7 @@ class _Measuring:
                 built.optimizer.step()
             if watch:
                 run.traffic, run.traffic.part = watch.traffic(), digest
+            after = None if built.is_flat else fingerprint(held)
             with built.parameters():
                 found.weights = subject.compare_weights(known["weights"])
                 self._save_update(subject, found, step, run)

@@ -6,6 +6,7 @@ Each step's tensors go into one file, which every rank maps into memory and comp
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from titanlite.tools.verify.inspect_model import watched
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
 from titanlite.tools.verify.program.events import Events, Watch, recorded
 from titanlite.tools.verify.program.request import Request
+from titanlite.tools.verify.program.weights import fingerprint
 from titanlite.tools.verify.record import (
     LEFT,
     Fit,
@@ -31,7 +33,7 @@ from titanlite.tools.verify.record import (
     WrongRows,
 )
 from titanlite.tools.verify.step_files import load, store
-from titanlite.tools.verify.subject import HeldPart, Subject
+from titanlite.tools.verify.subject import HeldPart, HeldParts, Subject
 from titanlite.tools.verify.tracing import TOLERANCES, fit, residual
 
 # Module outputs, and as much for their gradients, are kept up to this total per step.
@@ -64,11 +66,14 @@ def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
     )
     store({"weights": subject.whole_weights()}, folder, 0)
     record = ModelRun([ReferenceStep()], tied=tied)
+    after = fingerprint(held)
     # A model that draws random numbers must not draw the same ones in each run.
     torch.manual_seed(time.monotonic_ns() % 2**32)
     for step, given in enumerate(request.batches, 1):
         batch = cast(given, request.dtype)
+        seen: dict[str, tuple[float, float]] = {}
         kept = Events(finds_flow=step == 1)
+        kept.at_start = functools.partial(_look, held, seen)
         with contextlib.ExitStack() as exits:
             narrowed: Collection[str] = ()
             if step == 1 and request.dtype == "float64":
@@ -78,12 +83,15 @@ def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
             if step == watched_step:
                 exits.enter_context(Watch(kept))
             loss = built.run_step(batch) or 0.0
+        record.changed[step] = tuple(n for n, own in seen.items() if own != after[n])
+        record.accumulated[step] = dict(kept.accumulated)
         own = [p.grad for p in model.parameters() if p.grad is not None]
         norm = sum((g.double() ** 2).sum().item() for g in own) ** 0.5
         gradients = subject.whole_gradients()
         clipped = built.clip()
         with watched(model, "the optimizer") if step == 1 else nullcontext(()) as by_optimizer:
             built.optimizer.step()
+        after = fingerprint(held)
         outputs, record.num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
         of_outputs = {call: kept.gradients_of(call) for call in outputs}
         found: dict[str, dict[str, Any]] = {
@@ -104,6 +112,10 @@ def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
         record.steps.append(ReferenceStep(loss, clipped if request.clip else norm))
         built.optimizer.zero_grad(set_to_none=True)
     return record
+
+
+def _look(held: HeldParts, seen: dict[str, tuple[float, float]]) -> None:
+    seen |= fingerprint(held)
 
 
 def find_shares(

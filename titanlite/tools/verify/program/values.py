@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,15 @@ class Values:
     places: list[Place] = field(default_factory=list)
     tensors: list[Tensor | None] = field(default_factory=list)
     sources: list[tuple[int, ...]] = field(default_factory=list)
+    communicating: dict[str, None] = field(default_factory=dict)
+    """The calls of modules inside which ranks exchange something."""
     num_bytes: int = 0
     _makers: Any = field(default_factory=WeakTensorKeyDictionary)
 
-    def note(self, call: str, line: str, operator: Any, given: Any, result: Any) -> None:
-        """Note the first tensor that an operator returns."""
+    def note(self, calls: Sequence[str], line: str, operator: Any, given: Any, result: Any) -> None:
+        """Note the first tensor that an operator returns, inside calls of modules."""
+        if operator.namespace in COMMUNICATION:
+            self.communicating |= dict.fromkeys(calls)
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not found:
             return
@@ -48,7 +53,7 @@ class Values:
             for leaf in tree_leaves(given)
             if isinstance(leaf, Tensor) and leaf in self._makers
         )
-        key = (call, line, str(operator))
+        key = (calls[-1] if calls else "", line, str(operator))
         self.places.append((key, len(self.of[key])))
         self.of[key].append(len(self.tensors))
         for one in found:

@@ -1,5 +1,6 @@
-"""What the step did to weights that are wrong, though the gradients are right.
+"""What happened to weights that are wrong, though the gradients are right.
 
+fingerprint      on a rank: are the weights those of the step before?
 save_update      on a rank: its parts of the wrong weights, before and after the step
 judge_updates    on one process: how often the reference's update that is, and whether it is that of
                  a shard, taken for the whole tensor
@@ -26,6 +27,15 @@ from titanlite.tools.verify.subject import HeldParts
 
 # Larger weights are not looked at.
 MOST_ELEMENTS = 1 << 24
+
+
+def fingerprint(held: HeldParts) -> dict[str, tuple[float, float]]:
+    """Two numbers for this rank's part of each weight, by which a change is seen."""
+    found = {}
+    for name, one in held.items():
+        own = local_part(one.parameter.detach()).double()
+        found[name] = own.sum().item(), own.square().sum().item()
+    return found
 
 
 def save_update(path: Path, held: HeldParts, wrong: Sequence[str], folder: str, step: int) -> str:
@@ -75,7 +85,7 @@ def _judge(
         if own.shape == before.shape:
             fit = agreement(own - before, known - before, known - before)
             is_alone = name in alone and _same(own, alone[name].detach(), known)
-            found[name] = Update(fit, is_alone)
+            found[name] = Update(fit, is_alone, agreement(own - known, before, before))
     return found
 
 
