@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titanlite.config import ResolvedJob
@@ -25,6 +25,7 @@ from titanlite.tools.verify.wording import listed, name_factor, name_ranks, told
 EXPLAINED = 1e-6
 # The largest difference of a gradient, or of a recomputed output, that agrees, in float64.
 WRONG = 1e-9
+MOST_LINES = 4
 
 
 @dataclass
@@ -37,6 +38,8 @@ class Evidence:
     found: Result
     reference_trace: ReferenceTrace | None = None
     traces: Sequence[RankTrace] = ()
+    watched: Sequence[RankTrace] = ()
+    """Of ranks where the lines of the model's code were noted."""
     cured_by: Sequence[str] = ()
     """Settings with which the plan agrees, such as "compile.enable = false"."""
     is_split: bool = True
@@ -64,6 +67,37 @@ class Evidence:
     def forward_order(self) -> Sequence[str]:
         """The reference's modules, in the order in which their forward calls end."""
         return () if self.reference_trace is None else self.reference_trace.modules
+
+    @property
+    def events(self) -> Sequence[str]:
+        """What the reference's modules receive and return, in forward order."""
+        return () if self.reference_trace is None else self.reference_trace.events
+
+    @property
+    def flow(self) -> Mapping[str, Sequence[str]]:
+        """For each of these, those that it is computed from directly."""
+        return {} if self.reference_trace is None else self.reference_trace.flow
+
+    @property
+    def following(self) -> Mapping[str, Sequence[str]]:
+        """For each of these, those that are computed from it directly."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for event in self.events:
+            for source in self.flow.get(event, ()):
+                found[source].append(event)
+        return found
+
+    def ranks_with(self, has: Callable[[RankTrace], bool]) -> list[int]:
+        """The traced ranks for which something holds."""
+        return [trace.rank for trace in self.traces if has(trace)]
+
+    def lines_before(self, event: str, ranks: Sequence[int], *, is_backward: bool = False) -> str:
+        """The lines of code that ran just before a tensor, or its gradient; "" for none."""
+        for trace in self.watched:
+            if trace.rank in ranks:
+                lines = (trace.lines_backward if is_backward else trace.lines).get(event, ())
+                return f": {listed(lines[-MOST_LINES:])}" if lines else ""
+        return ""
 
     @property
     def parameter_order(self) -> dict[str, int]:

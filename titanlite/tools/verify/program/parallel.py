@@ -20,11 +20,11 @@ from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending
+from titanlite.tools.verify.events import Events, Watch
 from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
-from titanlite.tools.verify.program.code_trace import Tracer, save_part
-from titanlite.tools.verify.program.events import Events, Watch, recorded
+from titanlite.tools.verify.program.code_trace import CodeTracer, save_part
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep, RankTrace
@@ -140,8 +140,8 @@ class _Measuring:
         for step, (batch, part) in enumerate(zip(batches, parts, strict=True), 1):
             where = find_part(batch, request.split, mesh, self.grid, world.rank)
             run.cells.append(None if where is None else where.cells)
-            tracer = Tracer(
-                subject, self.grid, world.rank, where, self.record, request, self.tolerance
+            tracer = CodeTracer(
+                subject, world.rank, self.grid, self.record.trace, where, request, self.tolerance
             )
             digest = digest_of_batch(part)
             run.parts.append(digest)
@@ -155,14 +155,11 @@ class _Measuring:
             looks = is_seen and self.traces and self.watched is None
             watch = StepWatch(subject.groups, built.own_parameters, [part]) if looks else None
             kept = Events()
-            with (
-                self._observing(subject, built, kept, step),
-                watch.seeing() if watch else nullcontext(),
-            ):
+            with self._observing(subject, kept, step), watch.seeing() if watch else nullcontext():
                 run.losses.append(built.run_step(part))
             perturbation.restore()
             if step == self.watched:
-                run.lines, run.lines_backward = kept.lines, kept.lines_backward
+                run.traces[step] = tracer.lines(kept)
                 return run
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
@@ -186,12 +183,11 @@ class _Measuring:
         return run
 
     @contextlib.contextmanager
-    def _observing(self, subject: Subject, built: Built, kept: Events, step: int) -> Iterator[None]:
+    def _observing(self, subject: Subject, kept: Events, step: int) -> Iterator[None]:
         """Inside, `kept` records what modules receive and return; with lines in a watched step."""
         with contextlib.ExitStack() as exits:
             if self.request.modules:
-                modules, is_whole = subject.modules, subject.is_whole
-                exits.enter_context(recorded(modules, is_whole, built.name_of, kept))
+                exits.enter_context(subject.recorded(kept))
             if step == self.watched:
                 exits.enter_context(Watch(kept))
             yield
@@ -278,7 +274,7 @@ class _Measuring:
 
     def _trace(
         self,
-        tracer: Tracer,
+        tracer: CodeTracer,
         kept: Events,
         known: Mapping[str, Any],
         found: RankStep,
@@ -290,11 +286,11 @@ class _Measuring:
         if not self.traces:
             return None
         wrong = [n for n, a in found.gradients.items() if not a.difference <= self.tolerance]
-        trace = tracer.trace(kept, known, wrong)
-        everyone = gathered(wrong)
-        if any(everyone):
+        names = sorted({name for of_rank in gathered(wrong) for name in of_rank})
+        trace = tracer.trace(kept, known, names)
+        if names:
             held = tracer.subject.held
-            names = sorted({name for names in everyone for name in names} & held.keys())
+            names = [name for name in names if name in held]
             path = Path(self.folder) / f"part{self.world.rank}_{step}.pt"
             with contextlib.suppress(Exception):
                 trace.file = save_part(path, self.world.rank, part, digest, held, names)

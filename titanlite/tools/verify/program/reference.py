@@ -17,11 +17,11 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from titanlite import pickles
 from titanlite.ranks.world import World
+from titanlite.tools.verify.events import Events
 from titanlite.tools.verify.inspect_model import watched
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
-from titanlite.tools.verify.program.events import Events, recorded
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.record import Fit, ModelRun, ReferenceStep, Shares
+from titanlite.tools.verify.record import Fit, ModelRun, ReferenceStep, ReferenceTrace, Shares
 from titanlite.tools.verify.shares import LEFT
 from titanlite.tools.verify.step_files import load, store
 from titanlite.tools.verify.subject import HeldPart, Subject
@@ -64,7 +64,7 @@ def _run(built: Built, folder: str) -> ModelRun:
             if step == 1 and request.dtype == "float64":
                 narrowed = exits.enter_context(watched(model))
             if request.modules:
-                exits.enter_context(recorded([model], [True], built.name_of, kept))
+                exits.enter_context(subject.recorded(kept))
             loss = built.run_step(batch) or 0.0
         own = [p.grad for p in model.parameters() if p.grad is not None]
         norm = sum((g.double() ** 2).sum().item() for g in own) ** 0.5
@@ -72,7 +72,7 @@ def _run(built: Built, folder: str) -> ModelRun:
         clipped = built.clip()
         with watched(model, "the optimizer") if step == 1 else nullcontext(()) as by_optimizer:
             built.optimizer.step()
-        outputs, record.num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
+        outputs, num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
         of_outputs = {call: kept.gradients_of(call) for call in outputs}
         found: dict[str, dict[str, Any]] = {
             "gradients": gradients,
@@ -83,9 +83,12 @@ def _run(built: Built, folder: str) -> ModelRun:
         store(found, folder, step)
         if step == 1:
             record.narrowed = (*narrowed, *by_optimizer) if request.dtype == "float64" else ()
-            record.modules = tuple(outputs)
-            record.flow = {name: tuple(sources) for name, sources in kept.flow.items()}
-            record.with_gradient = frozenset(found["output_gradients"])
+            record.trace = ReferenceTrace(
+                tuple(outputs),
+                flow={name: tuple(sources) for name, sources in kept.flow.items()},
+                with_gradient=frozenset(found["output_gradients"]),
+            )
+        record.trace.num_left_out = num_left_out
         record.steps.append(ReferenceStep(loss, clipped if request.clip else norm))
         built.optimizer.zero_grad(set_to_none=True)
     return record
