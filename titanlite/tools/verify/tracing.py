@@ -215,7 +215,7 @@ class Tracer:
         first = next(order, None)
         if first is None:
             return {"summed_output": {}}
-        bias, biases = self.weights().get(f"{module_of(first)}.bias"), {}
+        bias, biases = self.weights().get("" if is_input(first) else f"{module_of(first)}.bias"), {}
 
         def compare(total: Tensor, axis: str = "") -> Agreement:
             part = self.chosen[first][0](known["outputs"][first][0])
