@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from titanlite.tools.verify.dataflow import first_difference, outputs_agree, outputs_differ
 from titanlite.tools.verify.evidence import (
     EXPLAINED,
     Evidence,
@@ -15,7 +16,6 @@ from titanlite.tools.verify.evidence import (
     worst,
 )
 from titanlite.tools.verify.norms import explain_norm
-from titanlite.tools.verify.passes import first_difference, outputs_agree, outputs_differ
 from titanlite.tools.verify.record import RankRun
 from titanlite.tools.verify.wording import (
     agree,

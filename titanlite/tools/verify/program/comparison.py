@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.mesh.parallel_dims import Grid
+from titanlite.tools.verify.dataflow import describe_event
 from titanlite.tools.verify.differences import (
     Key,
     Tolerance,
@@ -26,22 +27,10 @@ from titanlite.tools.verify.differences import (
 )
 from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools, must_run
-from titanlite.tools.verify.program.findings import (
-    PartEvidence,
-    are_local,
-    conclude,
-    describe_event,
-)
+from titanlite.tools.verify.program.findings import PartEvidence, are_local, conclude
 from titanlite.tools.verify.program.grid import make_grid
 from titanlite.tools.verify.program.request import Request, Split, check, pack
-from titanlite.tools.verify.record import (
-    CodeRun,
-    ModelRun,
-    PartFits,
-    RankRun,
-    ReferenceTrace,
-    Update,
-)
+from titanlite.tools.verify.record import CodeRun, ModelRun, PartFits, RankRun, Update
 from titanlite.tools.verify.report import format_result
 from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.sensitivity import (
@@ -533,9 +522,7 @@ class _Judging:
         evidence = PartEvidence(found.grid, record.steps, self.runs, found, tied=record.tied)
         step = max(1, evidence.step)
         traces = [run.traces[step] for run in self.runs if step in run.traces]
-        evidence.reference_trace = ReferenceTrace(record.modules, num_left_out=record.num_left_out)
-        evidence.traces = traces
-        evidence.flow, evidence.events = record.flow, record.modules
+        evidence.reference_trace, evidence.traces = record.trace, traces
         evidence.changed = record.changed.get(step, ())
         evidence.accumulated = record.accumulated.get(step, {})
         evidence.is_split = len(set(self._parts_by_step()[step - 1])) > 1
@@ -616,4 +603,5 @@ class _Judging:
 
         with contextlib.suppress(TitanliteError):
             self.pools.alone(on_one)
-            evidence.watched = self.pools.of(self.found.grid.world_size).call(on_rank)
+            runs = self.pools.of(self.found.grid.world_size).call(on_rank)
+            evidence.watched = [run.traces[step] for run in runs]

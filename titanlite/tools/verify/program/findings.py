@@ -12,29 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titanlite.mesh.parallel_dims import Grid
+from titanlite.tools.verify.dataflow import explain_backward, explain_missing, outputs_agree
 from titanlite.tools.verify.diagnose import diagnose
 from titanlite.tools.verify.evidence import EXPLAINED, Evidence, pooled
 from titanlite.tools.verify.gradients import explain_gradients, missing_sums
 from titanlite.tools.verify.inputs import explain_shards, explain_start
-from titanlite.tools.verify.passes import (
-    explain_loss,
-    explain_recomputation,
-    outputs_agree,
-    sums_of_output,
-)
-from titanlite.tools.verify.record import (
-    LEFT,
-    CodeRun,
-    Fit,
-    ModuleOutput,
-    RankTrace,
-    Shares,
-    Update,
-    WrongLine,
-    WrongRows,
-    is_input,
-    module_of,
-)
+from titanlite.tools.verify.passes import explain_forward, explain_loss, explain_recomputation
+from titanlite.tools.verify.record import LEFT, CodeRun, Fit, Shares, Update, WrongRows
 from titanlite.tools.verify.shares import NEAR, describe_parts, sums_of_parts
 from titanlite.tools.verify.updates import (
     explain_buffers,
@@ -53,8 +37,6 @@ from titanlite.tools.verify.wording import (
     name_ranks,
 )
 
-MOST_LINES = 4
-
 
 @dataclass
 class PartEvidence(Evidence):
@@ -70,10 +52,6 @@ class PartEvidence(Evidence):
     """For each part of the batch, the ranks that have it, and the number of the microbatch."""
     tied: Sequence[Sequence[str]] = ()
     """Names of one parameter of the reference."""
-    events: Sequence[str] = ()
-    """What modules receive and return, in the reference's forward order."""
-    flow: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """For each of these, those that it is computed from directly."""
     num_microbatches: int = 1
     first_microbatches: int = 1
     """Those of step 1."""
@@ -85,8 +63,6 @@ class PartEvidence(Evidence):
     """Rank -> gradient -> the few rows of it that differ."""
     updates: Mapping[int, Mapping[str, Update]] = field(default_factory=dict)
     """Rank -> wrong weight -> what the step did to it."""
-    watched: Sequence[CodeRun] = ()
-    """The runs in which the lines of the caller's code were noted."""
 
     def factor(self, value: float, names: Iterable[str] = ()) -> str:
         """The degree or count that equals a factor of the gradients `names`, where it can be one.
@@ -109,26 +85,6 @@ class PartEvidence(Evidence):
             if len(ways) == 1 and not ways & others:
                 degrees[axis] = degree
         return Grid(**degrees)
-
-    @property
-    def following(self) -> Mapping[str, Sequence[str]]:
-        """For each tensor, those that are computed from it directly."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for event in self.events:
-            for source in self.flow.get(event, ()):
-                found[source].append(event)
-        return found
-
-    def ranks_with(self, has: Callable[[RankTrace], bool]) -> list[int]:
-        return [trace.rank for trace in self.traces if has(trace)]
-
-    def lines_before(self, event: str, ranks: Sequence[int], *, is_backward: bool = False) -> str:
-        """The caller's lines that ran just before a tensor, or its gradient; "" for none."""
-        for run in self.watched:
-            if run.rank in ranks:
-                lines = (run.lines_backward if is_backward else run.lines).get(event, ())
-                return f": {listed(lines[-MOST_LINES:])}" if lines else ""
-        return ""
 
     def describe_update(self) -> str:
         """What the optimizer's step does to the wrong weights, in a sentence; "" if unknown."""
@@ -156,33 +112,6 @@ class PartEvidence(Evidence):
             f"{'sign' if factor < 0 else 'scale'} of the update, and at the learning rate"
         )
 
-    @property
-    def wrong_line(self) -> WrongLine | None:
-        return next((run.wrong_line for run in self.watched if run.wrong_line), None)
-
-    def first_wrong_line(self) -> str:
-        """The first line whose result is wrong, in a sentence; "" if none is known."""
-        found = self.wrong_line
-        if found is None:
-            return ""
-        start = f"the first line with another result than on one process is {found.line}"
-        if found.only_here:
-            shown = listed(found.only_here[-MOST_LINES:])
-            return f"{start}. It reads what only the parallel code computes, in {shown}"
-        if found.source:
-            what = f"the result of {found.source}" * (found.source != found.line)
-            return (
-                f"{start}. It reads {what or 'a value of the same line'}, which each rank computes "
-                f"from its own part: only the {found.way} over {found.axis} is right. Reduce it "
-                f"over {found.axis} before it is used"
-            )
-        if found.is_moved:
-            return (
-                f"{start}: it has rows or columns of one process, but others than those that this "
-                "rank's tokens have there, or in another order"
-            )
-        return start
-
 
 def conclude(e: PartEvidence) -> list[str]:
     """What is wrong, the most likely cause first."""
@@ -192,15 +121,6 @@ def conclude(e: PartEvidence) -> list[str]:
             splits = set(explain_replicas(e))
             return [sentence for sentence in diagnose(e, stage) if sentence not in splits]
     return diagnose(e, ())
-
-
-def describe_event(event: str) -> str:
-    """What a module receives or returns, in words."""
-    call, _, argument = event.partition(" <- ")
-    name = call or "the model"
-    if not argument:
-        return f"the output of {name}"
-    return f"the input of {name}" if argument == "input" else f"the input {argument} of {name}"
 
 
 def are_local(e: PartEvidence) -> bool:
@@ -286,141 +206,6 @@ def explain_changed(e: PartEvidence) -> Iterator[str]:
         f"{name_ranks(seen, e.runs, range(len(e.runs)))}: not as {before}. Look for code that "
         "replaces weights (averaged weights, loading, a cast) and does not restore them"
     )
-
-
-def explain_missing(e: PartEvidence) -> Iterator[str]:
-    """Where the backward pass ends before it reaches all that the loss depends on."""
-    if not e.failed("gradient"):
-        return
-    cut = [event for event in e.events if _any(e, event, lambda one: one.is_cut_off)]
-    lost = [event for event in e.events if _any(e, event, lambda one: one.has_no_gradient)]
-    if not cut and not lost:
-        return
-    event = cut[0] if cut else lost[-1]
-    ranks = e.ranks_with(lambda t: event in t.events and t.events[event].has_no_gradient)
-    where = name_ranks(ranks, e.runs, e.ranks_with(lambda t: event in t.events))
-    if cut:
-        sources = listed([describe_event(source) for source in e.flow.get(event, ())], 3)
-        what = f"{describe_event(event)}{f', which is computed from {sources},' * bool(sources)} "
-        what += f"requires no gradient, {where}, but does on one process"
-        before = e.lines_before(event, ranks)
-    else:
-        readers = e.following.get(event, ())
-        shown = listed([describe_event(reader) for reader in readers], 3) or "the loss"
-        what = f"no gradient of {describe_event(event)} arrives from {shown}, {where}"
-        before = e.lines_before(readers[0], ranks) if readers else ""
-    yield (
-        f"the backward pass is cut off: {what}. Look for a tensor that is detached, or a "
-        f"collective that has no backward pass, in the code there{before}"
-    )
-
-
-def _any(e: PartEvidence, event: str, has: Callable[[ModuleOutput], bool]) -> bool:
-    return any(event in trace.events and has(trace.events[event]) for trace in e.traces)
-
-
-def explain_forward(e: PartEvidence) -> Iterator[str]:
-    """The first tensor in forward order that differs, and between which others that happens."""
-    wrong: dict[str, dict[int, ModuleOutput]] = defaultdict(dict)
-    for trace in e.traces:
-        for event, one in trace.events.items():
-            if one.wrong_calls:
-                wrong[event][trace.rank] = one
-    order = [event for event in e.events if event in wrong]
-    if not order or not any(map(e.failed, ("loss", "gradient"))):
-        return
-    moved = [
-        event
-        for event in order
-        if all(o.is_moved and not o.elsewhere for o in wrong[event].values())
-    ]
-    first = next((event for event in order if event not in moved), order[0])
-    outputs = wrong[first]
-    holders = e.ranks_with(lambda t: first in t.events)
-    where = name_ranks(outputs, e.runs, holders)
-    known = [s for s in e.flow.get(first, ()) if any(s in trace.events for trace in e.traces)]
-    module, one = module_of(first), next(iter(outputs.values()))
-    inside = [s for s in known if not is_input(s) or module_of(s) != module]
-    # Lines without a counterpart are named by what they are between.
-    line = "" if e.wrong_line is None or e.wrong_line.only_here else e.first_wrong_line()
-    lines = "" if line else e.lines_before(first, list(outputs))
-    if is_input(first) or inside:
-        sources = listed([describe_event(source) for source in known], 3)
-        between = f"between {sources} and" if len(known) == 1 else f"after {sources}, and before"
-        if sources:
-            start = (
-                f"the error is {between} {describe_event(first)}: that is the first tensor that "
-                f"differs, {where}"
-            )
-        else:
-            start = (
-                f"{describe_event(first)} is the first tensor that differs, {where}, and no module "
-                "runs before it"
-            )
-        parts = [start + (f". The code there{lines}" if lines else "")]
-    else:
-        parts = [
-            f"{module or 'the model'} is the first module in forward order whose output differs, "
-            f"{where}; every module before it agrees" + (", and so does its input" if known else "")
-        ]
-        if lines:
-            parts.append(f"the code there{lines}")
-    parts += [line] * bool(line)
-    if not is_input(first) and not (e.wrong_line and e.wrong_line.source):
-        parts += _own_part_alone(e, module, list(outputs))
-    if e.reference_trace is not None and e.reference_trace.num_left_out:
-        parts.append(f"{e.reference_trace.num_left_out} outputs were too large to compare")
-    odd = [event for event in moved if e.events.index(event) < e.events.index(first)]
-    if odd or first in moved:
-        parts.append(
-            f"{describe_event(odd[0] if odd else first)} has the rows or columns of one process in "
-            "another order: if that is not intended, the error is there"
-        )
-    parts += _details(e, first, outputs, one)
-    yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
-
-
-def _own_part_alone(e: PartEvidence, module: str, ranks: Sequence[int]) -> Iterator[str]:
-    """Whether a module reads a part of what it reads on one process, and exchanges nothing."""
-    given = [
-        one
-        for trace in e.traces
-        for event, one in trace.inputs.items()
-        if module_of(event) == module and trace.rank in ranks
-    ]
-    exchanges = any(module_of(call) == module for run in e.watched for call in run.communicating)
-    if e.watched and given and not exchanges and all(one.is_part for one in given):
-        yield (
-            "it reads only this rank's part of what it reads on one process, and exchanges "
-            "nothing: if it needs the rest (for a statistic, neighbours, earlier tokens), that is "
-            "missing"
-        )
-
-
-def _details(
-    e: PartEvidence, first: str, outputs: Mapping[int, ModuleOutput], one: ModuleOutput
-) -> Iterator[str]:
-    """What the numbers of the first tensor that differs show."""
-    if not all(math.isfinite(output.agreement.aa) for output in outputs.values()):
-        yield "it is not finite"
-        return
-    if len(one.wrong_calls) < one.num_calls:
-        which = "microbatch" if len(one.wrong_calls) == 1 else "microbatches"
-        yield (
-            f"only {which} {listed(one.wrong_calls)} of {one.num_calls} "
-            f"{'differs' if len(one.wrong_calls) == 1 else 'differ'} (counted from 0)"
-        )
-    if places := {output.elsewhere for output in outputs.values() if output.elsewhere}:
-        yield f"it has {listed(sorted(places))}"
-        return
-    yield from sums_of_output(e, outputs)
-    factor, left = pooled([output.agreement for output in outputs.values()])
-    if left < EXPLAINED and not is_near(factor, 1.0):
-        same = e.factor(factor)
-        yield (
-            f"it is {factor:.6g} times as large as on one process"
-            f"{f' ({factor:.6g} is {same})' if same else ''}"
-        )
 
 
 def explain_ties(e: PartEvidence) -> Iterator[str]:
@@ -536,78 +321,6 @@ def explain_logarithm(e: PartEvidence) -> Iterator[str]:
                 f"{degree} is the degree of {axis}: inside a logarithm (a logsumexp), a sum over "
                 f"{axis} is taken {often}"
             )
-
-
-def explain_backward(e: PartEvidence) -> Iterator[str]:
-    """The first tensor in backward order whose gradient differs."""
-    if not e.failed("gradient"):
-        return
-    wrong = [
-        event
-        for event in e.events
-        if _any(e, event, lambda o: o.gradient is not None and o.gradient.error > 0)
-    ]
-    if not wrong:
-        return
-    # Partial gradients may be intended, until one is neither right nor a Partial.
-    partial = {event: axis for event in wrong if (axis := _partial_over(e, event))}
-    rest = [event for event in wrong if event not in partial]
-    last = (rest or wrong)[-1 if rest else 0]
-    found = {
-        trace.rank: own
-        for trace in e.traces
-        if last in trace.events and (own := trace.events[last].gradient) and own.error > 0
-    }
-    where = name_ranks(found, e.runs, e.ranks_with(lambda t: last in t.events))
-    following = e.following.get(last, ())
-    from_partial = [other for other in following if other in partial]
-    after = [other for other in following if other in _compared_backward(e)]
-    shown = listed([describe_event(reader) for reader in from_partial or after], 3)
-    start = f"in the backward pass, the gradient of {describe_event(last)} is the first that "
-    start += f"differs, {where}"
-    how = ""
-    if not following:
-        place = "The loss reads it, so the backward pass of the loss itself is wrong"
-    elif from_partial:
-        axis = partial[from_partial[0]]
-        place = (
-            f"The gradient of {shown} is correct after a sum over {axis}: it is still Partial over "
-            f"{axis}. All-reduce it over {axis} between the two, in the backward pass"
-        )
-    elif last in partial:
-        before = listed([describe_event(source) for source in e.flow.get(last, ())], 3)
-        place = f"It is correct after a sum over {partial[last]}: it is still Partial over "
-        place += f"{partial[last]}. All-reduce it over {partial[last]} there"
-        place += f", or on the way back to {before}" if before else ""
-    elif after and is_input(last):
-        place = (
-            f"{module_of(last) or 'The model'} returns it, from a gradient of {shown} that agrees"
-        )
-    elif after:
-        place = f"The error is between it and {shown}, whose gradient agrees"
-    else:
-        place = "The code that reads it returns a wrong gradient"
-    factor, left = pooled(list(found.values()))
-    if left < EXPLAINED and not is_near(factor, 1.0):
-        same = e.factor(factor)
-        how = f"It is {factor:.6g} times as large as on one process"
-        how += f" ({factor:.6g} is {same})" if same else ""
-    lines = e.lines_before(last, list(found), is_backward=True)
-    yield ". ".join(filter(None, [start, place, how, f"The code there{lines}" if lines else ""]))
-
-
-def _partial_over(e: PartEvidence, event: str) -> str:
-    """The axis over which the sum of a wrong gradient is right; "" for none."""
-    sums = [t.summed_backward[event] for t in e.traces if event in t.summed_backward]
-    for axis in e.dims.degrees:
-        own = [of_rank[axis] for of_rank in sums if axis in of_rank]
-        if own and all(one.difference < EXPLAINED for one in own):
-            return axis
-    return ""
-
-
-def _compared_backward(e: PartEvidence) -> set[str]:
-    return {event for t in e.traces for event, one in t.events.items() if one.gradient is not None}
 
 
 def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:

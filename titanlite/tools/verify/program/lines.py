@@ -18,7 +18,7 @@ from torch import Tensor
 
 from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.evidence import EXPLAINED
-from titanlite.tools.verify.program.code_trace import Tracer
+from titanlite.tools.verify.program.code_trace import CodeTracer
 from titanlite.tools.verify.program.values import Place, Values, values_file
 from titanlite.tools.verify.record import WrongLine
 from titanlite.tools.verify.tracing import gathered, sum_over_axes
@@ -31,7 +31,7 @@ Pair = tuple[Tensor, Tensor, tuple[int, int]]
 
 
 def first_wrong_line(
-    tracer: Tracer, values: Values, folder: str, num_microbatches: int
+    tracer: CodeTracer, values: Values, folder: str, num_microbatches: int
 ) -> WrongLine | None:
     """The first value that is wrong on some rank, compared with those that the reference has saved
     in `folder`; every rank of the world must call this.
@@ -70,7 +70,7 @@ def _pairs(values: Values, folder: str, num_microbatches: int) -> dict[int, Pair
     return pairs
 
 
-def _state(tracer: Tracer, own: Tensor, whole: Tensor, share: tuple[int, int]) -> str | None:
+def _state(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int]) -> str | None:
     """ "right", "moved" for rows in another order, or "wrong"; None if that cannot be said."""
     if not own.ndim or not whole.ndim:
         if own.shape != whole.shape or share != (0, 1):
@@ -88,7 +88,7 @@ def _state(tracer: Tracer, own: Tensor, whole: Tensor, share: tuple[int, int]) -
 
 
 def _shares(
-    tracer: Tracer, pairs: Mapping[Place, tuple[Tensor, Tensor]], wrong: Sequence[Place]
+    tracer: CodeTracer, pairs: Mapping[Place, tuple[Tensor, Tensor]], wrong: Sequence[Place]
 ) -> dict[Place, tuple[str, str]]:
     """The wrong values that are right after a reduction over an axis, with both."""
     shapes = gathered(

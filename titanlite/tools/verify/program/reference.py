@@ -18,9 +18,9 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from titanlite import pickles
 from titanlite.ranks.world import World
+from titanlite.tools.verify.events import Events, Watch
 from titanlite.tools.verify.inspect_model import watched
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
-from titanlite.tools.verify.program.events import Events, Watch, recorded
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.weights import fingerprint
 from titanlite.tools.verify.record import (
@@ -29,6 +29,7 @@ from titanlite.tools.verify.record import (
     ModelRun,
     PartFits,
     ReferenceStep,
+    ReferenceTrace,
     Shares,
     WrongRows,
 )
@@ -79,7 +80,7 @@ def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
             if step == 1 and request.dtype == "float64":
                 narrowed = exits.enter_context(watched(model))
             if request.modules:
-                exits.enter_context(recorded([model], [True], built.name_of, kept))
+                exits.enter_context(subject.recorded(kept))
             if step == watched_step:
                 exits.enter_context(Watch(kept))
             loss = built.run_step(batch) or 0.0
@@ -92,7 +93,7 @@ def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
         with watched(model, "the optimizer") if step == 1 else nullcontext(()) as by_optimizer:
             built.optimizer.step()
         after = fingerprint(held)
-        outputs, record.num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
+        outputs, num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
         of_outputs = {call: kept.gradients_of(call) for call in outputs}
         found: dict[str, dict[str, Any]] = {
             "gradients": gradients,
@@ -106,9 +107,12 @@ def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
             break
         if step == 1:
             record.narrowed = (*narrowed, *by_optimizer) if request.dtype == "float64" else ()
-            record.modules = tuple(outputs)
-            record.flow = {name: tuple(sources) for name, sources in kept.flow.items()}
-            record.with_gradient = frozenset(found["output_gradients"])
+            record.trace = ReferenceTrace(
+                tuple(outputs),
+                flow={name: tuple(sources) for name, sources in kept.flow.items()},
+                with_gradient=frozenset(found["output_gradients"]),
+            )
+        record.trace.num_left_out = num_left_out
         record.steps.append(ReferenceStep(loss, clipped if request.clip else norm))
         built.optimizer.zero_grad(set_to_none=True)
     return record
