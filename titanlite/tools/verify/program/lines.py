@@ -147,7 +147,9 @@ class _Search:
             found = WrongLine(place[0][0], place[0][1], self.states.get(place) == "moved")
             sources, between = self._sources(number)
             found.only_here = tuple(line for line in between if line != found.line)
-            share = next((s for s in sources if self._is_open_share(s, harmless)), None)
+            shares = [s for s in sources if self._is_open_share(s, harmless)]
+            elsewhere = [s for s in shares if self.values.places[s][0][1] != found.line]
+            share = next(iter(elsewhere or shares), None)
             while share is not None:
                 # The first of a chain of shares is where the reduction belongs.
                 before = self.values.places[share]
