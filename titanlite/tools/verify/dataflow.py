@@ -50,7 +50,7 @@ def first_difference(e: Evidence) -> Iterator[str]:
     parts += _details(e, first, outputs)
     parts += _of_module(e, first, outputs)
     parts += lines * (not is_between)
-    if not is_input(first) and not (e.wrong_line and e.wrong_line.source):
+    if not is_input(first) and not line:
         parts += _own_part_alone(e, module_of(first), list(outputs))
     yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
 
@@ -139,7 +139,7 @@ def _own_part_alone(e: Evidence, module: str, ranks: Sequence[int]) -> Iterator[
     exchanges = any(module_of(call) == module for run in e.watched for call in run.communicating)
     if e.watched and given and not exchanges and all(one.is_part for one in given):
         yield (
-            "it reads only this rank's part of what it reads on one process, and exchanges "
+            "the module reads only this rank's part of what it reads on one process, and exchanges "
             "nothing: if it needs the rest (for a statistic, neighbours, earlier tokens), that is "
             "missing"
         )

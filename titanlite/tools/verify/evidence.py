@@ -129,6 +129,11 @@ class Evidence:
                 f"{start}: it has rows or columns of one process, but others than those that this "
                 "rank's tokens have there, or in another order"
             )
+        if found.is_of_part:
+            return (
+                f"{start}. What it reads agrees, but is only this rank's part: if the line needs "
+                "the rest (a statistic, a running sum, neighbours), that is missing"
+            )
         return start
 
     @property

@@ -9,7 +9,7 @@ harmless if all that is computed from it next is right.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,10 @@ def first_wrong_line(
     some = list(wrong)[:MOST_REDUCED]
     found = {values.places[number]: pair[:2] for number, pair in pairs.items()}
     shares = _shares(tracer, {place: found[place] for place in some if place in found}, some)
-    return _Search(values, states, wrong, shares).first()
+    parts = {
+        n for n, (own, whole, share) in pairs.items() if own.numel() * share[1] < whole.numel()
+    }
+    return _Search(values, states, wrong, shares, parts).first()
 
 
 def _pairs(values: Values, folder: str, num_microbatches: int) -> dict[int, Pair]:
@@ -137,6 +140,8 @@ class _Search:
     states: Mapping[Place, str]
     wrong: Mapping[Place, None]
     shares: Mapping[Place, tuple[str, str]]
+    parts: Collection[int]
+    """The values of which this rank has only a part."""
 
     def first(self) -> WrongLine | None:
         """The first wrong value that is no share, and is not harmless."""
@@ -147,6 +152,10 @@ class _Search:
             found = WrongLine(place[0][0], place[0][1], self.states.get(place) == "moved")
             sources, between = self._sources(number)
             found.only_here = tuple(line for line in between if line != found.line)
+            found.is_of_part = self.values.mixes[number] and any(
+                source in self.parts and self.values.places[source] not in self.wrong
+                for source in sources
+            )
             shares = [s for s in sources if self._is_open_share(s, harmless)]
             elsewhere = [s for s in shares if self.values.places[s][0][1] != found.line]
             share = next(iter(elsewhere or shares), None)

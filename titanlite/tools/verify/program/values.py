@@ -20,6 +20,8 @@ from titanlite.tools.verify.agreement import is_pending
 MOST_ELEMENTS, MOST_BYTES = 1 << 20, 1 << 28
 # Their results may be written after they return.
 COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor")
+# Operators of which a row of the result depends on one row alone, and on the weights.
+ROW_BY_ROW = ("mm", "addmm", "bmm", "linear", "matmul", "embedding", "view", "t", "transpose")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 Key = tuple[str, str, str]
@@ -36,6 +38,8 @@ class Values:
     places: list[Place] = field(default_factory=list)
     tensors: list[Tensor | None] = field(default_factory=list)
     sources: list[tuple[int, ...]] = field(default_factory=list)
+    mixes: list[bool] = field(default_factory=list)
+    """Whether an element of the value depends on several of what it is computed from."""
     communicating: dict[str, None] = field(default_factory=dict)
     """The calls of modules inside which ranks exchange something."""
     num_bytes: int = 0
@@ -59,6 +63,8 @@ class Values:
         for one in found:
             self._makers[one] = len(self.tensors)
         self.sources.append(tuple(sources))
+        name = operator.name().partition("::")[2].partition(".")[0]
+        self.mixes.append(torch.Tag.pointwise not in operator.tags and name not in ROW_BY_ROW)
         self.tensors.append(self._copy(operator, found[0]))
 
     def follow(self, value: Tensor, alias: Tensor) -> None:
