@@ -322,7 +322,7 @@ CASES = [
     Case(
         bugs.shared_experts_gradient_not_reduced,
         TP,
-        r"the gradient of the input x_TBD of layers.2.moe.shared_experts is the first that "
+        r"the gradient of the input x of layers.2.moe.shared_experts is the first that "
         r"differs, .* layers.2.moe.shared_experts returns it, .* If it gathers its input over tp, "
         r"each rank has only its share of that gradient: sum it over tp",
         EXPERTS_WHOLE,

@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import linecache
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -175,8 +177,7 @@ class Events:
         place = len(self.first[event])
         self.first[event].append(local_part(value.detach()).detach().cpu().clone())
         self.requires_grad[event] = value.requires_grad
-        self.lines.setdefault(event, tuple(self._now))
-        self._now.clear()
+        self._keep_lines(self.lines, event)
         if self.finds_flow:
             self.flow.setdefault(event, {}).update(dict.fromkeys(self._sources(value)))
             if read.grad_fn is not None:
@@ -191,8 +192,7 @@ class Events:
         def keep_gradient(gradient: Tensor) -> None:
             with self._own_code():
                 self.arrived.add(event)
-                self.lines_backward.setdefault(event, tuple(self._now))
-                self._now.clear()
+                self._keep_lines(self.lines_backward, event)
                 if not is_pending(gradient):
                     own = local_part(gradient.detach()).detach().cpu().clone()
                     self.gradients[event][place] = own
@@ -219,6 +219,11 @@ class Events:
             yield
         finally:
             self._is_own = before
+
+    def _keep_lines(self, lines: dict[str, tuple[str, ...]], event: str) -> None:
+        if self._now:
+            lines.setdefault(event, tuple(self._now))
+            self._now.clear()
 
     def note_line(self, foreign: tuple[str, ...]) -> str:
         """Note the line outside the folders `foreign` that runs an operator, and return it.
@@ -350,12 +355,20 @@ def _note_pending(kept: Events, name: str, args: tuple[Any, ...]) -> None:
 def tensors_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a call passes, by the name of the argument."""
+    """The tensors that a call passes, by the name of the argument, without a suffix for its shape.
+
+    What a plan puts in the place of a module, or of its forward, may name it otherwise.
+    """
+    forward: Any = module.forward
+    if "forward" in vars(module) and not isinstance(module, OptimizedModule):
+        forward = MethodType(type(module).forward, module)
     with contextlib.suppress(TypeError, ValueError):
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
-        for name, value in bound.arguments.items():
+        given = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
+        short = {name: re.sub("_[A-Z]+$", "", name) for name in given}
+        is_clear = len(set(short.values())) == len(short)
+        for name, value in given.items():
             if isinstance(value, Tensor) and value.numel():
-                yield name, value
+                yield (short[name] if is_clear else name), value
 
 
 def _can_be_aliased(value: Tensor) -> bool:
