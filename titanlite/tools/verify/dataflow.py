@@ -118,7 +118,8 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
         )
     yield from sums_of_output(e, outputs)
     if shape := next((output.shape for output in outputs.values() if output.shape), ""):
-        yield f"its local shape is {shape}: correct its output layout"
+        what = "the layout in which it is given" if is_input(first) else "its output layout"
+        yield f"its local shape is {shape}: correct {what}"
     factor, left = pooled([output.agreement for output in outputs.values()])
     if left < EXPLAINED and not is_near(factor, 1.0):
         same = e.factor(factor)
@@ -329,6 +330,8 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     partial = {event: axis for event in wrong if (axis := _partial_over(e, event))}
     rest = [event for event in wrong if event not in partial]
     last = (rest or wrong)[-1 if rest else 0]
+    if not rest and not e.following.get(wrong[-1]):
+        last = wrong[-1]
     found = {
         trace.rank: own
         for trace in e.traces
@@ -344,6 +347,9 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     how = ""
     if not following:
         place = "The loss reads it, so the backward pass of the loss itself is wrong"
+        if last in partial:
+            place += f": its sum over {partial[last]} is correct, so it is still Partial. "
+            place += f"All-reduce it over {partial[last]} in that backward pass"
     elif from_partial:
         axis = partial[from_partial[0]]
         place = (

@@ -62,6 +62,8 @@ class Events:
         self.flow: dict[str, dict[str, None]] = {}
         """For each tensor, those that it is computed from directly, if that is looked for."""
         self.requires_grad: dict[str, bool] = {}
+        self.shapes: dict[str, torch.Size] = {}
+        """Of the whole, for DTensors."""
         self.arrived: set[str] = set()
         """The tensors of which some gradient arrives."""
         self.lines: dict[str, tuple[str, ...]] = {}
@@ -177,6 +179,8 @@ class Events:
         place = len(self.first[event])
         self.first[event].append(local_part(value.detach()).detach().cpu().clone())
         self.requires_grad[event] = value.requires_grad
+        if isinstance(value, DTensor):
+            self.shapes[event] = value.shape
         self._keep_lines(self.lines, event)
         if self.finds_flow:
             self.flow.setdefault(event, {}).update(dict.fromkeys(self._sources(value)))

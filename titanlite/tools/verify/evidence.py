@@ -119,6 +119,14 @@ class Evidence:
             return f"{start}. It reads what only the parallel code computes, in {shown}"
         if found.source:
             what = f"the result of {found.source}" * (found.source != found.line)
+            if found.mixed is not None and "mean" in found.way + found.mixed[1]:
+                return (
+                    f"{start}. It joins what each rank computes from its own part in two ways: "
+                    f"{what or 'a value of the same line'}, of which only the {found.way} over "
+                    f"{found.axis} is right, and that of {found.mixed[0]}, of which only the "
+                    f"{found.mixed[1]} is. What is averaged or summed afterwards must be of one "
+                    "kind: scale the one by the degree, or reduce it before"
+                )
             return (
                 f"{start}. It reads {what or 'a value of the same line'}, which each rank computes "
                 f"from its own part: only the {found.way} over {found.axis} is right. Reduce it "

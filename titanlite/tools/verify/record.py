@@ -425,6 +425,8 @@ class WrongLine:
     """The line whose result it reads, if that is this rank's share: right after a sum or a mean."""
     way: str = ""
     axis: str = ""
+    mixed: tuple[str, str] | None = None
+    """Another line whose result it reads, and the other reduction that makes that right."""
     is_of_part: bool = False
     """Whether it mixes elements of a value that is right, of which this rank has only a part."""
     only_here: tuple[str, ...] = ()

@@ -120,7 +120,7 @@ class Subject:
         own = {name: gradient for name, gradient in every.items() if gradient is not None}
         if not self.is_job:
             own, known = (
-                {n: g for n, g in some.items() if n in others or local_part(g).any()}
+                {n: g for n, g in some.items() if n in others or _own(g).any()}
                 for some, others in ((own, known), (known, own))
             )
         return self._compare(own, known)
@@ -174,8 +174,12 @@ def same_part(whole: Tensor, parameter: Tensor) -> Tensor:
 
 def _own(tensor: Tensor) -> Tensor:
     """A copy of this rank's part. FSDP1 frees storage, which it cannot once numpy has seen it."""
-    return local_part(tensor.detach()).clone()
+    return dense(local_part(tensor.detach())).clone()
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: whole_tensor(tensor.detach()).cpu().clone() for name, tensor in tensors}
+    return {name: dense(whole_tensor(tensor.detach())).cpu().clone() for name, tensor in tensors}
+
+
+def dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor

@@ -102,6 +102,12 @@ class Tracer:
                 found[event].recomputed = kept.recomputed_difference(module_of(event))
         for event in self._harmless({event: not o.wrong_calls for event, o in found.items()}):
             found[event].wrong_calls, found[event].is_other = (), True
+        for event, shape in kept.shapes.items():
+            whole = known["outputs"].get(event)
+            output = None if whole is None else _if_too_large(kept.first[event], whole, shape)
+            if output is not None and not self.leaves_out(event):
+                found[event] = output
+                self.chosen[event] = [lambda whole: whole] * output.num_calls
         factors, backward = self._compare_backward(kept, known, found)
         trace = RankTrace(
             rank=self.rank,
@@ -151,7 +157,11 @@ class Tracer:
                 new = [fit.ab / fit.bb if fit.bb else 0.0 for fit in fits]
                 if factors or not all(new) or not all(map(math.isfinite, new)):
                     continue
-                factors = new
+                # A gradient that is no multiple of the right one, such as a Partial, has no factor.
+                factors = [
+                    factor if fit.aa - factor * fit.ab <= EXACT**2 * fit.aa else 1.0
+                    for factor, fit in zip(new, fits, strict=True)
+                ]
             scaled = [
                 agreement(own / factor, part, part)
                 for (own, part), factor in zip(pairs, factors, strict=True)
@@ -269,6 +279,17 @@ class Tracer:
             shapes = [of_rank[event][1] if event in of_rank else None for of_rank in everyone]
             sums = sum_over_axes(self.subject, shapes, gradient)
             trace.summed_backward[event] = {axis: compare(one) for axis, one in sums.items()}
+
+
+def _if_too_large(calls: Sequence[Tensor], known: Any, shape: torch.Size) -> ModuleOutput | None:
+    """A DTensor larger than the whole on one process: what its ranks hold are no shards of that."""
+    whole = known if isinstance(known, Tensor) else known[0]
+    if shape.numel() <= whole.numel():
+        return None
+    output = in_all([agreement(call, call, call) for call in calls], range(len(calls)))
+    output.shape = f"{list(calls[0].shape)}, a part of {list(shape)}, but the whole is "
+    output.shape += f"{list(whole.shape)} on one process"
+    return output
 
 
 def in_all(found: Sequence[Agreement], wrong: Iterable[int]) -> ModuleOutput:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.program.batches import Where
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Agreement, module_of
-from titanlite.tools.verify.subject import HeldParts
+from titanlite.tools.verify.subject import dense
 from titanlite.tools.verify.tracing import Compared, Select, Tracer, in_all
 
 # No more ways to cut an output than this are tried, and no larger gradients are saved.
@@ -41,6 +41,8 @@ class CodeTracer(Tracer):
     where: Where | None
     request: Request
     tolerance: float
+    sizes: dict[int, list[int]] = field(default_factory=dict, kw_only=True)
+    """Number of microbatches -> how many of the rank's rows each of them has."""
 
     # The loss may be a mean over the rank's own part.
     scales_gradients = True
@@ -70,6 +72,9 @@ class CodeTracer(Tracer):
     def _compare(self, calls: list[Tensor], known: list[Tensor]) -> Compared | None:
         if len(known) not in (1, len(calls)) or not calls[0].ndim:
             return None
+        sizes = [call.size(0) for call in calls]
+        if len(known) == 1 and self.where and sum(sizes) == len(self.where.rows):
+            self.sizes.setdefault(len(calls), sizes)
         chosen: list[Select] = []
         found: list[Agreement] = []
         is_moved, elsewhere = False, ""
@@ -156,9 +161,20 @@ class CodeTracer(Tracer):
                 ).T.reshape(call.shape)
         return None
 
-    def finds_moved(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> bool:
-        """Whether a tensor has rows or columns of the reference's in another order."""
-        return self._match(call, whole, share) is not None
+    def finds_moved(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> bool | None:
+        """Whether a tensor has rows or columns of the reference's in another order.
+
+        None for consecutive rows of it, which code that chooses rows may give.
+        """
+        if self._match(call, whole, share) is None:
+            return False
+        own, known = call.flatten(0, -2), whole.flatten(0, -2)
+        length = own.size(0)
+        if own.size(1) != known.size(1) or length >= known.size(0):
+            return True
+        windows = known.unfold(0, length, 1).movedim(-1, 1)
+        apart = (windows - own).abs().amax((1, 2)).min()
+        return None if apart <= self.tolerance * known.abs().max() else True
 
     def _ways_of_dim(
         self, call: Tensor, whole: Tensor, dim: int, share: tuple[int, int]
@@ -194,6 +210,8 @@ class CodeTracer(Tracer):
         assert self.where is not None
         index, count = share
         rows = self.where.rows
+        if count in self.sizes:
+            return rows.split(self.sizes[count])[index]
         return rows.chunk(count)[index] if len(rows) % count == 0 else rows
 
     def _indices(self, count: int) -> Iterator[int]:
@@ -247,10 +265,9 @@ def _rows_or_zero(whole: Tensor, rows: Tensor) -> Tensor:
     return whole[rows.clamp(min=0)] * (rows >= 0).to(whole.dtype)[:, None]
 
 
-def save_part(
-    path: Path, rank: int, batch: Any, digest: str, held: HeldParts, wrong: Sequence[str]
-) -> str:
+def save_part(path: Path, tracer: CodeTracer, batch: Any, digest: str, wrong: Sequence[str]) -> str:
     """Save a rank's part of the batch and its wrong gradients for `find_shares`."""
+    held, rank = tracer.subject.held, tracer.rank
     gradients, num_elements = {}, 0
     for name in sorted(wrong, key=lambda name: held[name].shape.numel()):
         gradient = held[name].parameter.grad
@@ -261,10 +278,11 @@ def save_part(
             torch.arange(held[name].shape.numel()).view(held[name].shape),
             gradient if isinstance(gradient, DTensor) else None,
         )
-        own = local_part(gradient.detach()).cpu().flatten()
+        own = dense(local_part(gradient.detach())).cpu().flatten()
         if own.numel() == elements.numel():
             gradients[name] = own.clone(), elements.flatten().clone()
     own = tree_map(lambda leaf: local_part(leaf) if isinstance(leaf, Tensor) else leaf, batch)
     found = {"rank": rank, "batch": own, "digest": digest, "gradients": gradients}
+    found["sizes"] = tracer.sizes
     torch.save(found, path)
     return str(path)

@@ -25,6 +25,7 @@ from titanlite.tools.verify.differences import (
     largest_of,
     unequal_replicas,
 )
+from titanlite.tools.verify.evidence import WRONG
 from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools, must_run
 from titanlite.tools.verify.program.findings import PartEvidence, are_local, conclude
@@ -357,12 +358,25 @@ class _Judging:
         """Judge gradients of each rank's own part by the weights, which agree after every step."""
         found = self.found
         kinds = {failure.kind for failure in found.failures}
-        if kinds == {"gradient"} and not found.splits and are_local(self._evidence()):
+        names = {failure.name for failure in found.failures}
+        if kinds == {"gradient"} and all(map(self._is_only_missing, names)):
+            self._leave_to_the_step(names)
+            found.notes.append(
+                "some ranks lack gradients at the optimizer step, but the weights agree after "
+                "every step on all of them: the step gives them what they lack"
+            )
+        elif kinds == {"gradient"} and not found.splits and are_local(self._evidence()):
             self._leave_to_the_step({failure.name for failure in found.failures})
             found.notes.append(
                 "the gradients are each rank's own at the optimizer step, but the weights agree "
                 "after every step: the optimizer's step reduces them itself"
             )
+
+    def _is_only_missing(self, name: str) -> bool:
+        """Whether a gradient is right on every rank that has one."""
+        parts = [part for run in self.runs for s in run.steps if (part := s.gradients.get(name))]
+        right = [part for part in parts if part.digest and part.difference <= WRONG]
+        return bool(right) and all(part in right or not part.digest for part in parts)
 
     def _leave_to_the_step(self, names: set[str]) -> None:
         """Judge these gradients no longer, since the step itself completes them."""

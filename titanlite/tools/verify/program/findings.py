@@ -291,10 +291,11 @@ def explain_microbatches(e: PartEvidence) -> Iterator[str]:
 
 def explain_rows(e: PartEvidence) -> Iterator[str]:
     """Gradients of which only a few rows differ."""
-    for name in e.failed("gradient"):
+    wrong = e.failed("gradient")
+    if any(not any(name in of_rank for of_rank in e.rows.values()) for name in wrong):
+        return
+    for name in wrong:
         found = {rank: of_rank[name] for rank, of_rank in e.rows.items() if name in of_rank}
-        if not found:
-            continue
         one = next(iter(found.values()))
         holders = [run.rank for run in e.runs if name in run.steps[e.step].gradients]
         how = ", which is zero there, but not on one process" * one.is_zero
@@ -345,9 +346,9 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_logarithm,),
     (explain_loss_of_code,),
     (explain_backward,),
-    (explain_rows,),
     (explain_accumulated,),
     (explain_gradients,),
+    (explain_rows,),
     (explain_norm_alone,),
     (explain_update,),
     (explain_state, explain_buffers),

@@ -85,9 +85,10 @@ def _state(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int
         is_any = True
         if agreement(own, select(whole), whole).difference <= tracer.tolerance:
             return "right"
-    if tracer.finds_moved(own, whole, share):
-        return "moved"
-    return "wrong" if is_any else None
+    is_moved = tracer.finds_moved(own, whole, share)
+    if is_moved is None:
+        return None
+    return "moved" if is_moved else "wrong" if is_any else None
 
 
 def _shares(
@@ -164,9 +165,18 @@ class _Search:
                 before = self.values.places[share]
                 found.source = before[0][1]
                 found.way, found.axis = self.shares[before]
+                found.mixed = self._other_way(shares, found.way)
                 sources, _ = self._sources(share)
                 share = next((s for s in sources if self._is_open_share(s, harmless)), None)
             return found
+        return None
+
+    def _other_way(self, shares: Sequence[int], way: str) -> tuple[str, str] | None:
+        """The line and the way of a share that is reduced in another way."""
+        for number in shares:
+            place = self.values.places[number]
+            if self.shares[place][0] != way:
+                return place[0][1], self.shares[place][0]
         return None
 
     def _is_open_share(self, number: int, harmless: Mapping[int, bool]) -> bool:

@@ -318,9 +318,8 @@ class _Measuring:
         names = sorted({name for of_rank in gathered(wrong) for name in of_rank})
         trace = tracer.trace(kept, known, names)
         if names:
-            held = tracer.subject.held
-            names = [name for name in names if name in held]
+            names = [name for name in names if name in tracer.subject.held]
             path = Path(self.folder) / f"part{self.world.rank}_{step}.pt"
             with contextlib.suppress(Exception):
-                trace.file = save_part(path, self.world.rank, part, digest, held, names)
+                trace.file = save_part(path, tracer, part, digest, names)
         return trace

@@ -34,7 +34,7 @@ from titanlite.tools.verify.record import (
     WrongRows,
 )
 from titanlite.tools.verify.step_files import load, store
-from titanlite.tools.verify.subject import HeldPart, HeldParts, Subject
+from titanlite.tools.verify.subject import HeldPart, HeldParts, Subject, dense
 from titanlite.tools.verify.tracing import TOLERANCES, fit, residual
 
 # Module outputs, and as much for their gradients, are kept up to this total per step.
@@ -87,7 +87,7 @@ def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
         record.changed[step] = tuple(n for n, own in seen.items() if own != after[n])
         record.accumulated[step] = dict(kept.accumulated)
         own = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = sum((g.double() ** 2).sum().item() for g in own) ** 0.5
+        norm = sum((dense(g).double() ** 2).sum().item() for g in own) ** 0.5
         gradients = subject.whole_gradients()
         clipped = built.clip()
         with watched(model, "the optimizer") if step == 1 else nullcontext(()) as by_optimizer:
@@ -140,7 +140,8 @@ def find_shares(
             for name, parameter in parameters.items():
                 parameter.copy_(before["weights"][name])
         wholes = {file["digest"]: file["batch"] for file in saved}
-        parts = [part for whole in wholes.values() for part in _microbatches(whole, count)]
+        sizes = {file["digest"]: file["sizes"].get(count) for file in saved}
+        parts = [p for d, whole in wholes.items() for p in _microbatches(whole, count, sizes[d])]
         of_parts: dict[str, list[Tensor]] = {}
         for part in parts:
             built.run_step(part)
@@ -199,19 +200,27 @@ def _wrong_rows(
         whole = known[name]
         right = whole.flatten()[elements]
         is_wrong = (own - right).abs() > TOLERANCES[torch.float64] * whole.abs().max()
-        rows = (elements // max(1, whole[0].numel()))[is_wrong].unique()
-        if whole.ndim > 1 and 0 < len(rows) <= whole.size(0) // 4:
+        if whole.ndim < 2 or not is_wrong.any():
+            continue
+        rows, all_rows = (some // whole[0].numel() for some in (elements[is_wrong], elements))
+        rows, all_rows = rows.unique(), all_rows.unique()
+        if len(rows) <= len(all_rows) // 4:
             zeros = [not tensor[is_wrong].any() for tensor in (own, right)]
             found[name] = WrongRows(tuple(rows.tolist()), whole.size(0), *zeros)
     return found
 
 
-def _microbatches(batch: Any, count: int) -> list[Any]:
-    """Equal parts of a batch along dimension 0; raises ValueError if there are none."""
+def _microbatches(batch: Any, count: int, sizes: Sequence[int] | None) -> list[Any]:
+    """Parts of a batch along dimension 0, equal ones or of these sizes; raises ValueError if there
+    are no equal parts.
+    """
     leaves, spec = tree_flatten(batch)
     cut = []
     for leaf in leaves:
         is_cut = isinstance(leaf, Tensor) and leaf.ndim > 0
+        if is_cut and sizes is not None and sum(sizes) == leaf.size(0):
+            cut.append(leaf.split(list(sizes)))
+            continue
         if is_cut and leaf.size(0) % count:
             raise ValueError(f"{leaf.size(0)} rows are no {count} equal parts")
         cut.append(leaf.chunk(count) if is_cut else [leaf] * count)

@@ -23,7 +23,7 @@ from titanlite.tools.verify.program.building import in_dtype, make_optimizer
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Agreement, Update
 from titanlite.tools.verify.step_files import load
-from titanlite.tools.verify.subject import HeldParts
+from titanlite.tools.verify.subject import HeldParts, dense
 
 # Larger weights are not looked at.
 MOST_ELEMENTS = 1 << 24
@@ -49,7 +49,7 @@ def save_update(path: Path, held: HeldParts, wrong: Sequence[str], folder: str, 
         if num_elements > MOST_ELEMENTS:
             break
         if gradient is not None:
-            own = local_part(one.parameter.detach()), local_part(gradient.detach())
+            own = local_part(one.parameter.detach()), dense(local_part(gradient.detach()))
             parts[name] = (
                 one.part_of(before[name]).clone(),
                 one.part_of(after[name]).clone(),
