@@ -34,7 +34,9 @@ def first_difference(e: Evidence) -> Iterator[str]:
     outputs = wrong[first]
     parts = [_start(e, first, outputs)]
     # A line without a counterpart is named by what it is between.
-    line = "" if e.wrong_line is None or e.wrong_line.only_here else e.first_wrong_line()
+    has_place = e.wrong_line is None or e.wrong_line.only_here
+    has_place = has_place or any(output.shape for output in outputs.values())
+    line = "" if has_place else e.first_wrong_line()
     code = e.lines_before(first, list(outputs))
     lines = [line or f"the code there{code}"] if line or code else []
     is_between = not parts[0].startswith(module_of(first) or "the model")
