@@ -34,7 +34,7 @@ def first_difference(e: Evidence) -> Iterator[str]:
     outputs = wrong[first]
     parts = [_start(e, first, outputs)]
     # A line without a counterpart is named by what it is between.
-    has_place = e.wrong_line is None or e.wrong_line.only_here
+    has_place = e.wrong_line is None or bool(e.wrong_line.only_here)
     has_place = has_place or any(output.shape for output in outputs.values())
     line = "" if has_place else e.first_wrong_line()
     code = e.lines_before(first, list(outputs))
@@ -49,10 +49,11 @@ def first_difference(e: Evidence) -> Iterator[str]:
             f"{describe_event(odd[0] if odd else first)} has the rows or columns of one process in "
             "another order: if that is not intended, the error is there"
         )
-    parts += _details(e, first, outputs)
+    details = list(_details(e, first, outputs))
+    parts += details
     parts += _of_module(e, first, outputs)
     parts += lines * (not is_between)
-    if not is_input(first) and not line:
+    if not is_input(first) and not line and not details:
         parts += _own_part_alone(e, module_of(first), list(outputs))
     yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
 
