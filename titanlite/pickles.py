@@ -6,9 +6,11 @@ its traceback shows no lines. Functions of a notebook or of a script can be sent
 
 from __future__ import annotations
 
+import importlib
 import io
+import sys
 from collections import ChainMap
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -25,6 +27,14 @@ def _restored(make: Any, arguments: tuple[Any, ...], filename: str) -> CodeType:
 
 class Pickler(cloudpickle.Pickler):
     dispatch_table: ClassVar = ChainMap({CodeType: _reduced}, cloudpickle.Pickler.dispatch_table)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """A module of a class of its own, such as torch's settings, is imported by its name."""
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+            name: str = obj.__name__
+            if sys.modules.get(name) is obj:
+                return importlib.import_module, (name,)
+        return super().reducer_override(obj)
 
 
 def dumps(value: Any, kind: type[Pickler] = Pickler) -> bytes:

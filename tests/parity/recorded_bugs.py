@@ -386,6 +386,30 @@ def input_gradient_not_reduced() -> AbstractContextManager[Any]:
     return patch.object(Block, "forward", forward)
 
 
+def larger_between_modules() -> AbstractContextManager[Any]:
+    """The block's own code scales what it gives to its last module."""
+    import torch.nn.functional as F
+    from plain_model.model import Block
+
+    def forward(self, x, positions):
+        seen = x.cumsum(1) / (positions + 1)[None, :, None]
+        return x + self.w2(1.5 * F.gelu(self.w1(self.norm(x + seen))))
+
+    return patch.object(Block, "forward", forward)
+
+
+def detached_between_modules() -> AbstractContextManager[Any]:
+    """The block's own code cuts off the backward pass."""
+    import torch.nn.functional as F
+    from plain_model.model import Block
+
+    def forward(self, x, positions):
+        seen = x.cumsum(1) / (positions + 1)[None, :, None]
+        return x + self.w2(F.gelu(self.w1(self.norm(x + seen).detach())))
+
+    return patch.object(Block, "forward", forward)
+
+
 def masks_of_the_first_tokens() -> AbstractContextManager[Any]:
     """A rank of cp draws dropout's masks as if it held the first tokens of each sequence."""
     from titanlite.modules.batch import Batch

@@ -182,8 +182,8 @@ CASES = [
     Case(
         bugs.positions_from_zero_in_the_model,
         CP,
-        "embeddings.row_emb is the first module .* The output is correct for positions 0 to 31: "
-        "the module is given, or computes, the wrong positions or offset",
+        "the input of embeddings.row_emb is the first tensor that differs, .* It is correct for "
+        "positions 0 to 31: the code there is given, or computes, the wrong positions or offset",
         is_slow=True,
     ),
     Case(
@@ -275,6 +275,22 @@ CASES = [
         OWN,
     ),
     Case(
+        bugs.larger_between_modules,
+        TP,
+        "the error is between the output of layers.0.w1 and the input of layers.0.w2: that is the "
+        r"first tensor that differs, on every rank. The code there: recorded_bugs.py:\d+ .*1.5 \* "
+        ".* It is 1.5 times as large as on one process",
+        OWN,
+    ),
+    Case(
+        bugs.detached_between_modules,
+        FSDP,
+        "the backward pass is cut off: the input of layers.0.w1, which is computed from the output "
+        "of layers.0.norm, requires no gradient, on every rank, but does on one process. .* in the "
+        r"code there: recorded_bugs.py:\d+ .*detach",
+        OWN,
+    ),
+    Case(
         bugs.jumps_in_positions_start_documents,
         CP,
         "layers.0.attention.inner is the first module .* up to where a rank's positions jump: .* a "
@@ -284,7 +300,8 @@ CASES = [
     Case(
         bugs.masks_of_the_first_tokens,
         CP,
-        "embedding_dropout is the first module in forward order whose output differs",
+        "the input token_numbers of the model is the first tensor that differs, .* It is correct "
+        "for positions 0 to 31",
         {"model": {"dropout": 0.3}},
     ),
     Case(
@@ -305,9 +322,9 @@ CASES = [
     Case(
         bugs.shared_experts_gradient_not_reduced,
         TP,
-        r"the gradient of the output of layers.2.ffn_norm is the first that differs. layers.2.moe "
-        r"reads it, .* its shared experts return a wrong gradient of their input. If they gather "
-        r"their input over tp, each rank has only its share of that gradient: sum it over tp",
+        r"the gradient of the input x of layers.2.moe.shared_experts is the first that "
+        r"differs, .* layers.2.moe.shared_experts returns it, .* If it gathers its input over tp, "
+        r"each rank has only its share of that gradient: sum it over tp",
         EXPERTS_WHOLE,
     ),
     Case(
@@ -325,8 +342,8 @@ CASES = [
     Case(
         bugs.router_gradient_not_reduced,
         TP | EP,
-        r"layers.1.moe.router.gate.weight and layers.2.moe.router.gate.weight; all replicated over "
-        r"tp\) are correct only after a sum over tp",
+        "layers.1.moe.router.gate.weight and layers.2.moe.router.gate.weight; exactly those of "
+        r"GateLocal in the tensor-parallel plan\) are correct only after a sum over tp",
         EXPERTS_WHOLE,
         is_slow=True,
     ),

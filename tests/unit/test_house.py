@@ -14,7 +14,7 @@ TOOLS = ROOT / "titanlite/tools"
 # In lines. A larger limit is a change of its own, which says why. The library's was 70,000. It has
 # grown by the world of threads (ranks/turns.py, thread_group.py, threads.py), with the debugger and
 # the record of a step's messages that it makes possible, and by what verify sees of code of other
-# people: code between modules (program/events.py), needless traffic (watching.py, economy.py), and
+# people: code between modules (events.py), needless traffic (watching.py, economy.py), and
 # tolerances from measured rounding (sensitivity.py, perturbation.py).
 CORE, LIBRARY, TESTS = 34_000, 73_400, 45_000
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.

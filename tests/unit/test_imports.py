@@ -151,13 +151,13 @@ MUST_NOT_IMPORT = {
 # Of these folders only the modules that run on ranks, or trace, import torch.
 WITH_TORCH = {
     "titanlite/tools/verify": (
-        *("agreement", "cells", "formulas", "inspect_model", "job_trace", "opened", "outputs"),
+        *("agreement", "cells", "formulas", "inspect_model", "job_trace", "opened", "events"),
         *("parts", "recurrence", "reload", "routing", "run", "sequences", "step_files"),
         *("perturbation", "subject", "tracing", "watching"),
     ),
     "titanlite/tools/verify/program": (
-        *("batches", "building", "code_trace", "events", "local_parts", "parallel"),
-        "reference",
+        *("batches", "building", "code_trace", "lines", "local_parts", "parallel", "reference"),
+        *("values", "weights"),
     ),
 }
 PLANNED_WITHOUT_TORCH = (

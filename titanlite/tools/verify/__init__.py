@@ -18,12 +18,14 @@ Of a job, from its command to its verdict:
     subject.py    on a rank: the parameters of a job or of other code, recorded and compared
                   (agreement.py) with the record of a step (step_files.py) as plain numbers
                   (record.py)
-    outputs.py tracing.py    on a rank: module outputs, recorded and compared in detail
+    events.py tracing.py     on a rank: what modules receive and return, and the gradients of both,
+                  recorded and compared in detail
     differences.py    combines the ranks' measurements, and compares them with tolerances
     watching.py   on a rank: what a step sends and reads, judged by economy.py
     sensitivity.py    a tolerance from how far rounding moves the reference (perturbation.py)
-    diagnose.py   from the measurements (evidence.py) to the likely cause: inputs.py, passes.py,
-                  gradients.py, shares.py, norms.py and updates.py, in the sentences of wording.py
+    diagnose.py   from the measurements (evidence.py) to the likely cause: inputs.py, dataflow.py,
+                  passes.py, gradients.py, shares.py, norms.py and updates.py, in the sentences of
+                  wording.py
 
 Of jobs alone:
 

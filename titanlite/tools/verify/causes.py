@@ -48,7 +48,7 @@ def find_causes(
         _trace(runs, evidence, reference, step, patch)
         if lost := _not_replayed(evidence) if evidence.step else []:
             # Only what was measured counts, and another run of the plan would show nothing.
-            evidence.traces, evidence.reference_trace = (), None
+            evidence.traces, evidence.watched, evidence.reference_trace = (), (), None
         kinds = ("start", "loss", "norm", "gradient", "weight", "state")
         if not lost and any(map(evidence.failed, kinds)):
             evidence.cured_by = find_cures(runs, found, reference, step, patch)
@@ -97,10 +97,9 @@ def _trace(
     def trace_rank(world: World) -> RankTrace:
         from titanlite.tools.verify.job_trace import trace_plan
 
-        modules = known.modules
-        return trace_plan(world, job, step, folder, names, modules, patch, evaluates=evaluates)
+        return trace_plan(world, job, step, folder, names, known, patch, evaluates=evaluates)
 
-    evidence.traces = runs.pools.of(job.dims.world_size).call(trace_rank)
+    evidence.watched = evidence.traces = runs.pools.of(job.dims.world_size).call(trace_rank)
 
 
 def explain_error(

@@ -1,9 +1,10 @@
 """From the pattern of differences to the likely cause, in sentences; torch-free.
 
 Each question tests the ranks' measurements for one kind of error and yields what it finds. They
-run in the order of the computation in a step (inputs.py, passes.py, gradients.py, updates.py): the
-first error most likely causes the later ones. No question knows a particular bug. Each compares the
-numbers with the pattern of one kind of error: an extra sum, a missing part, a skipped rank.
+run in the order of the computation in a step (inputs.py, dataflow.py, passes.py, gradients.py,
+updates.py): the first error most likely causes the later ones. No question knows a particular bug.
+Each compares the numbers with the pattern of one kind of error: an extra sum, a missing part, a
+skipped rank.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from titanlite.tools.verify.dataflow import explain_missing
 from titanlite.tools.verify.differences import KINDS
 from titanlite.tools.verify.evidence import Evidence
 from titanlite.tools.verify.experts import (
@@ -133,6 +135,7 @@ QUESTIONS_OF_JOB = (
     explain_float8,
     explain_experts,
     explain_auxiliary_loss,
+    explain_missing,
     explain_forward,
     explain_cells,
     explain_loss,

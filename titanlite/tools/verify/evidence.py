@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titanlite.config import ResolvedJob
@@ -17,6 +17,7 @@ from titanlite.tools.verify.record import (
     RankTrace,
     ReferenceStep,
     ReferenceTrace,
+    WrongLine,
 )
 from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.wording import listed, name_factor, name_ranks, told_apart
@@ -25,6 +26,7 @@ from titanlite.tools.verify.wording import listed, name_factor, name_ranks, told
 EXPLAINED = 1e-6
 # The largest difference of a gradient, or of a recomputed output, that agrees, in float64.
 WRONG = 1e-9
+MOST_LINES = 4
 
 
 @dataclass
@@ -37,6 +39,8 @@ class Evidence:
     found: Result
     reference_trace: ReferenceTrace | None = None
     traces: Sequence[RankTrace] = ()
+    watched: Sequence[RankTrace] = ()
+    """Of ranks where the lines of the model's code were noted."""
     cured_by: Sequence[str] = ()
     """Settings with which the plan agrees, such as "compile.enable = false"."""
     is_split: bool = True
@@ -60,10 +64,85 @@ class Evidence:
         """The names of the tensors of this kind that differ at that step ("" for a number)."""
         return [f.name for f in self.found.failures if f.step == self.step and f.kind == kind]
 
+    def describe_update(self) -> str:
+        """What the optimizer's step does to the wrong weights, in a sentence; "" if unknown."""
+        return ""
+
     @property
     def forward_order(self) -> Sequence[str]:
         """The reference's modules, in the order in which their forward calls end."""
         return () if self.reference_trace is None else self.reference_trace.modules
+
+    @property
+    def events(self) -> Sequence[str]:
+        """What the reference's modules receive and return, in forward order."""
+        return () if self.reference_trace is None else self.reference_trace.events
+
+    @property
+    def flow(self) -> Mapping[str, Sequence[str]]:
+        """For each of these, those that it is computed from directly."""
+        return {} if self.reference_trace is None else self.reference_trace.flow
+
+    @property
+    def following(self) -> Mapping[str, Sequence[str]]:
+        """For each of these, those that are computed from it directly."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for event in self.events:
+            for source in self.flow.get(event, ()):
+                found[source].append(event)
+        return found
+
+    def ranks_with(self, has: Callable[[RankTrace], bool]) -> list[int]:
+        """The traced ranks for which something holds."""
+        return [trace.rank for trace in self.traces if has(trace)]
+
+    def lines_before(self, event: str, ranks: Sequence[int], *, is_backward: bool = False) -> str:
+        """The lines of code that ran just before a tensor, or its gradient; "" for none."""
+        for trace in self.watched:
+            if trace.rank in ranks:
+                lines = (trace.lines_backward if is_backward else trace.lines).get(event, ())
+                return f": {listed(lines[-MOST_LINES:])}" if lines else ""
+        return ""
+
+    @property
+    def wrong_line(self) -> WrongLine | None:
+        return next((run.wrong_line for run in self.watched if run.wrong_line), None)
+
+    def first_wrong_line(self) -> str:
+        """The first line whose result is wrong, in a sentence; "" if none is known."""
+        found = self.wrong_line
+        if found is None:
+            return ""
+        start = f"the first line with another result than on one process is {found.line}"
+        if found.only_here:
+            shown = listed(found.only_here[-MOST_LINES:])
+            return f"{start}. It reads what only the parallel code computes, in {shown}"
+        if found.source:
+            what = f"the result of {found.source}" * (found.source != found.line)
+            if found.mixed is not None and "mean" in found.way + found.mixed[1]:
+                return (
+                    f"{start}. It joins what each rank computes from its own part in two ways: "
+                    f"{what or 'a value of the same line'}, of which only the {found.way} over "
+                    f"{found.axis} is right, and that of {found.mixed[0]}, of which only the "
+                    f"{found.mixed[1]} is. What is averaged or summed afterwards must be of one "
+                    "kind: scale the one by the degree, or reduce it before"
+                )
+            return (
+                f"{start}. It reads {what or 'a value of the same line'}, which each rank computes "
+                f"from its own part: only the {found.way} over {found.axis} is right. Reduce it "
+                f"over {found.axis} before it is used"
+            )
+        if found.is_moved:
+            return (
+                f"{start}: it has rows or columns of one process, but others than those that this "
+                "rank's tokens have there, or in another order"
+            )
+        if found.is_of_part:
+            return (
+                f"{start}. What it reads agrees, but is only this rank's part: if the line needs "
+                "the rest (a statistic, a running sum, neighbours), that is missing"
+            )
+        return start
 
     @property
     def parameter_order(self) -> dict[str, int]:

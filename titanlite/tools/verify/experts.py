@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from titanlite.tools.verify.dataflow import outputs_agree, outputs_differ
 from titanlite.tools.verify.evidence import EXPLAINED, WRONG, JobEvidence, pooled
 from titanlite.tools.verify.jobs import microbatch_size
-from titanlite.tools.verify.passes import outputs_agree, outputs_differ
 from titanlite.tools.verify.record import Agreement, ExpertTrace, MovedToken, RankRun
 from titanlite.tools.verify.wording import is_near, listed, name_ranks
 

@@ -21,8 +21,8 @@ from titanlite.modules.draws import inside_modules
 from titanlite.parallelize.float8.linear import Float8Linear
 from titanlite.ranks.world import World
 from titanlite.tools.verify.opened import open_job
-from titanlite.tools.verify.parts import first_outputs
-from titanlite.tools.verify.record import Mixing
+from titanlite.tools.verify.parts import first_tensors
+from titanlite.tools.verify.record import Mixing, is_input
 
 
 def find_narrowed(job: Job, batches: list[Batch]) -> tuple[str, ...]:
@@ -70,9 +70,9 @@ def find_mixing(world: World, resolved: ResolvedJob) -> Mixing:
         number = batch.num_sequences
         copies = join([batch.rows(0, 1)] * (3 if number == 2 else 2))
         with unchanged_buffers(model):
-            whole, alone = first_outputs(model, batch), first_outputs(model, copies)
+            whole, alone = first_tensors(model, batch), first_tensors(model, copies)
         for name, output in whole.items():
-            if _differs(output, alone.get(name)):
+            if not is_input(name) and _differs(output, alone.get(name)):
                 module = model.get_submodule(name)
                 return Mixing(f"{name or 'the model'} ({type(module).__name__})")
         total = job.trainer.loss.total

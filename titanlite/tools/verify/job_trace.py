@@ -1,7 +1,7 @@
 """On a rank: runs the first differing step again with detailed recording.
 
-trace_reference   records every module's output, and the gradient of each cell (cells.py)
-trace_plan        compares this rank's outputs with them, and its gradients with sums of cells
+trace_reference   records what modules receive and return, and the gradient of each cell (cells.py)
+trace_plan        compares this rank's with them, and its gradients with sums of cells
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +28,35 @@ from titanlite.ranks.world import World
 from titanlite.registry import is_over_batch
 from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.cells import cells_file, cells_of, cut_cells, shares_of
+from titanlite.tools.verify.events import OF_PYTHON, PACKAGE, Events, Watch, tensors_of
 from titanlite.tools.verify.inspect_model import unchanged_buffers
 from titanlite.tools.verify.jobs import Microbatches, Patch, microbatches_of
 from titanlite.tools.verify.opened import open_job, subject_of
-from titanlite.tools.verify.outputs import Outputs
-from titanlite.tools.verify.parts import ExpectedPart, label_dimensions
-from titanlite.tools.verify.record import (
-    Agreement,
-    ModuleOutput,
-    RankTrace,
-    ReferenceTrace,
-    module_of,
+from titanlite.tools.verify.parts import (
+    UNKNOWN,
+    ExpectedPart,
+    Labels,
+    label_dimensions,
+    tolerance_of,
 )
+from titanlite.tools.verify.record import RankTrace, ReferenceTrace, first_call, is_input
 from titanlite.tools.verify.routing import compare_routing, recorded_routing, routing_record
 from titanlite.tools.verify.run import draw_zero_parameters, loads_of
 from titanlite.tools.verify.sequences import cut_again, leave_out_targets, places_in, sequences_of
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import Subject
-from titanlite.tools.verify.tracing import TOLERANCES, compare_outputs, sum_gradients, sum_outputs
+from titanlite.tools.verify.tracing import TOLERANCES, Compared, Tracer
 
 # Outputs and cells' gradients are kept up to these totals.
 MOST_OUTPUT_BYTES, MOST_CELL_BYTES = 2 << 30, 1 << 30
+
+# To a job, its model's code and what its features do to the model are the caller's.
+OF_JOBS = ("models", "modules", "parallelize")
+FOREIGN_TO_JOBS = (
+    *OF_PYTHON,
+    *(str(path) for path in PACKAGE.iterdir() if path.name not in OF_JOBS),
+    str(PACKAGE / "parallelize/pipeline_parallel"),
+)
 
 
 def trace_reference(
@@ -73,8 +82,9 @@ def trace_reference(
         model = job.parts[0]
         with unchanged_buffers(model):
             labels = label_dimensions(model, batches[0])
+        kept = Events(finds_flow=not evaluates, is_training=not evaluates)
         with (
-            subject_of(job).recorded() as kept,
+            subject_of(job).recorded(kept),
             _scales_of(job) as scaled,
             recorded_routing(job) as routed,
         ):
@@ -86,16 +96,16 @@ def trace_reference(
         job.trainer.optimizer.zero_grad(set_to_none=True)
         outputs, gradients_of = {}, {}
         chosen, num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
-        for name, calls in chosen.items():
-            batch_dim, _ = labels.get(module_of(name), (None, None))
-            outputs[name] = _whole(calls, batch_dim, None if evaluates else microbatches)
-            of_outputs = kept.gradients_of(name)
+        for event, calls in chosen.items():
+            batch_dim, _ = labels.get(first_call(event), UNKNOWN)
+            outputs[event] = [_whole(calls, batch_dim, None if evaluates else microbatches)]
+            of_calls = kept.gradients_of(event)
             # Without a dimension of sequences each rank or microbatch has only a share of it.
-            if of_outputs is not None and batch_dim is not None:
-                gradients_of[name] = _whole(of_outputs, batch_dim, microbatches)
+            if of_calls is not None and batch_dim is not None:
+                gradients_of[event] = [_whole(of_calls, batch_dim, microbatches)]
         fields = dict(join(batches).to(torch.device("cpu")).fields)
-        record: dict[str, Any] = {"outputs": outputs, "gradients": gradients_of, "labels": labels}
-        record["fields"] = fields
+        record: dict[str, Any] = {"outputs": outputs, "output_gradients": gradients_of}
+        record |= {"labels": labels, "fields": fields}
         if microbatches is None and not evaluates:
             record["routing"] = routing_record(routed)
         torch.save(record, _trace_file(folder))
@@ -121,9 +131,15 @@ def trace_reference(
                     gradients[name].append(gradient.cpu() * (count / num_targets))
             job.trainer.optimizer.zero_grad(set_to_none=True)
         torch.save({n: torch.stack(g) for n, g in gradients.items()}, cells_file(folder))
-        readers = {call: tuple(names) for call, names in kept.readers.items()}
         return ReferenceTrace(
-            tuple(outputs), cells, tuple(targets), num_left_out, scaled, experts, readers
+            tuple(outputs),
+            cells,
+            tuple(targets),
+            num_left_out,
+            {event: tuple(sources) for event, sources in kept.flow.items()},
+            frozenset(gradients_of),
+            scaled,
+            experts,
         )
 
 
@@ -133,7 +149,7 @@ def trace_plan(
     step: int,
     folder: str,
     names: list[str],
-    modules: tuple[str, ...],
+    reference: ReferenceTrace,
     patch: Patch | None = None,
     *,
     evaluates: bool = False,
@@ -141,58 +157,70 @@ def trace_plan(
     """Run `step` of the plan again and compare it with the reference's trace in `folder`, or with
     `evaluates` the first validation batch after the step.
 
-    `names` are the gradients that differ, `modules` the reference's modules in forward order. Every
-    rank of the world must call this.
+    `names` are the gradients that differ. Every rank of the world must call this.
     """
     with world.patched(patch), _at_step(world, resolved, step, folder) as (job, batches):
         if evaluates:
             job.trainer.step(batches)
             batches = list(itertools.islice(job.validation_batches(), 1))
-        subject = subject_of(job)
-        with subject.recorded() as kept, _scales_of(job) as scaled, recorded_routing(job) as routed:
+        subject, kept = subject_of(job), Events(is_training=not evaluates)
+        is_compiled = job.config.compile.enable
+        with (
+            subject.recorded(kept),
+            _positions_of(job) as given,
+            _scales_of(job) as scaled,
+            recorded_routing(job) as routed,
+            contextlib.nullcontext() if is_compiled else Watch(kept, FOREIGN_TO_JOBS),
+        ):
             loss = None
             if evaluates:
                 job.trainer.evaluate(batches)
             else:
                 loss, _ = job.trainer.compute_gradients(batches)
         known = torch.load(_trace_file(folder), mmap=True, weights_only=True)
-        record, before = load(folder, step)["gradients"], load(folder, step - 1)["weights"]
-        own, sequences = ExpectedPart(job, batches), tuple[int, ...]()
+        known["gradients"] = record = load(folder, step)["gradients"]
+        before, own = load(folder, step - 1)["weights"], ExpectedPart(job, batches)
+        tracer = JobTracer(subject, world.rank, job.dims, reference, own, known["labels"], before)
+        trace = tracer.trace(kept, known, names)
         if evaluates:
             first = job.dims.data_rank(world.rank) * batches[0].num_sequences
-            sequences = tuple(sequences_of(job, batches[0], known["fields"], first))
+            trace.sequences = tuple(sequences_of(job, batches[0], known["fields"], first))
+        _sum_copies(job, trace, subject, record)
+        trace.shares = shares_of(job, names, record, folder)
+        trace.blind_stages = _blind_stages(job, given, batches)
+        trace.styles, trace.scaled, trace.idle, trace.loss = styles_of(job), scaled, kept.idle, loss
+        trace.experts = compare_routing(job, own, routed, known.get("routing", {}), record)
+        trace.squares = sum(one.aa for one in subject.compare_gradients(record).values())
+        trace.same_as = _equal_to_others(subject, names, record)
+        return trace
 
-        def compare(
-            call: str, calls: list[Tensor], whole: Tensor
-        ) -> tuple[ModuleOutput, list[Tensor]]:
-            labels = known["labels"].get(module_of(call), (None, None))
-            output, parts = own.compare(calls, whole, labels)
-            gradients = kept.gradients_of(call)
-            if gradients is not None and call in known["gradients"]:
-                of_gradient, _ = own.compare(gradients, known["gradients"][call], labels)
-                if not of_gradient.shape:
-                    output.gradient = of_gradient.agreement
-            return output, parts
 
-        found, expected = compare_outputs(kept, known["outputs"], compare)
-        return RankTrace(
-            rank=world.rank,
-            coordinates=job.dims.coordinates(world.rank),
-            modules=found,
-            summed_gradients=_sum_gradients(job, subject, names, record),
-            shares=shares_of(job, names, record, folder),
-            pending_inputs=tuple(kept.pending_inputs),
-            blind_stages=_blind_stages(job, kept, batches),
-            styles=styles_of(job),
-            scaled=scaled,
-            experts=compare_routing(job, own, routed, known.get("routing", {}), record),
-            sequences=sequences,
-            idle=kept.idle,
-            loss=loss,
-            squares=sum(one.aa for one in subject.compare_gradients(record).values()),
-            same_as=_equal_to_others(subject, names, record),
-            **sum_outputs(subject, modules, found, kept.first, expected, before),
-        )
+@dataclass
+class JobTracer(Tracer):
+    """Compares a rank of a job, of which the parts are known."""
+
+    own: ExpectedPart
+    labels: Mapping[str, Labels]
+    before: Mapping[str, Tensor]
+    """The weights before the step."""
+
+    def compare(self, event: str, calls: list[Tensor], known: list[Tensor]) -> Compared | None:
+        """A tensor compared with the rank's part; None for an input of another shape."""
+        labels = self.labels.get(first_call(event), UNKNOWN)
+        found, selects = self.own.compare(calls, known[0], labels)
+        return None if found.shape and is_input(event) else (found, selects)
+
+    def leaves_out(self, event: str) -> bool:
+        """Without a backward pass it is not known what an input is computed from."""
+        return is_input(event) and not self.reference.flow
+
+    def tolerance_of(self, tensor: Tensor) -> float:
+        """That of its dtype."""
+        return tolerance_of(tensor)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The reference's."""
+        return self.before
 
 
 def _equal_to_others(
@@ -293,16 +321,38 @@ def _scales_of(job: Job) -> Iterator[dict[str, tuple[bool, dict[str, float]]]]:
             layer.observed = None
 
 
-def _blind_stages(job: Job, kept: Outputs, batches: list[Batch]) -> dict[int, str]:
+@contextlib.contextmanager
+def _positions_of(job: Job) -> Iterator[list[list[Tensor | None]]]:
+    """Inside, the positions that each part of the model receives are recorded."""
+    given: list[list[Tensor | None]] = [[] for _ in job.parts]
+    hooks = [
+        part.register_forward_pre_hook(
+            lambda part, args, kwargs, own=own: own.append(
+                dict(tensors_of(part, args, kwargs)).get("positions")
+            ),
+            with_kwargs=True,
+        )
+        for part, own in zip(job.parts, given, strict=True)
+    ]
+    try:
+        yield given
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _blind_stages(
+    job: Job, given: list[list[Tensor | None]], batches: list[Batch]
+) -> dict[int, str]:
     """This rank's stages that take positions and do not receive those of their tokens."""
     blind = {}
-    for index, (stage, part) in enumerate(zip(job.stage_numbers, job.parts, strict=True)):
+    stages = zip(job.stage_numbers, job.parts, given, strict=True)
+    for stage, part, positions in stages:
         if has_own_inputs(part) or not takes(part, "positions"):
             continue
-        given = kept.positions[index]
-        if any(positions is None for positions in given):
+        if any(own is None for own in positions):
             blind[stage] = "missing"
-        elif not all(any(_is_part(own, batch) for batch in batches) for own in given):
+        elif not all(any(_is_part(own, batch) for batch in batches) for own in positions):
             blind[stage] = "wrong"
     return blind
 
@@ -317,15 +367,12 @@ def _is_part(own: Tensor | None, batch: Batch) -> bool:
     return any(torch.equal(own, part) for part in whole.unfold(0, len(own), 1).movedim(-1, 1))
 
 
-def _sum_gradients(
-    job: Job, subject: Subject, names: list[str], known: Mapping[str, Tensor]
-) -> dict[str, dict[str, Agreement]]:
-    """Each wrong gradient summed over axes, and over the stages that have a copy of its weight."""
-    sums, held = sum_gradients(subject, names, known), subject.held
-    for name, of_axes in sums.items():
+def _sum_copies(job: Job, trace: RankTrace, subject: Subject, known: Mapping[str, Tensor]) -> None:
+    """Sum wrong gradients also over the stages that have a copy of their weight."""
+    held = subject.held
+    for name, of_axes in trace.summed_gradients.items():
         if job.pipeline is None or name not in held or held[name].parameter.grad is None:
             continue
         summed = job.pipeline.copies.summed(name)
         if summed is not None:
             of_axes["pp"] = agreement(summed, held[name].part_of(known[name]), known[name])
-    return sums

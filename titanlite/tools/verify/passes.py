@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 from titanlite.parallelize.float8.spec import Float8Section
-from titanlite.tools.verify.evidence import (
-    EXPLAINED,
-    WRONG,
-    Evidence,
-    JobEvidence,
-    by_rank,
-    holder_of,
-    pooled,
-    ranks_of,
-    worst,
+from titanlite.tools.verify.dataflow import (
+    explain_backward,
+    first_difference,
+    outputs_agree,
+    outputs_differ,
 )
+from titanlite.tools.verify.evidence import WRONG, Evidence, JobEvidence, by_rank, ranks_of, worst
 from titanlite.tools.verify.gradients import explain_gradients
-from titanlite.tools.verify.record import ModuleOutput, around, module_of, wrong_calls_in_order
-from titanlite.tools.verify.wording import (
-    agree,
-    is_near,
-    listed,
-    name_parameters,
-    name_ranks,
-    times,
-)
+from titanlite.tools.verify.wording import agree, is_near, name_parameters, name_ranks, times
 
 
 def explain_cures(e: Evidence) -> Iterator[str]:
@@ -137,175 +125,9 @@ def _wrong_scale(
 
 
 def explain_forward(e: Evidence) -> Iterator[str]:
-    if not e.evaluates:
+    is_later = not isinstance(e, JobEvidence) and not any(map(e.failed, ("loss", "gradient")))
+    if not e.evaluates and not is_later:
         yield from first_difference(e)
-
-
-def first_difference(e: Evidence) -> Iterator[str]:
-    """What is wrong with the first module in forward order whose output differs."""
-    order = list(e.forward_order)
-    first = next(iter(wrong_outputs(e)), None)
-    if first is None:
-        return
-    holders = [trace.rank for trace in e.traces if first in trace.modules]
-    outputs = {
-        trace.rank: output
-        for trace in e.traces
-        if (output := trace.modules.get(first)) is not None and output.wrong_calls
-    }
-    before = order[: order.index(first)]
-    name, module = first or "the model's logits", module_of(first)
-    idle = _never_run(e, before)
-    unlike = {module_of(call) for call in before if call not in compared(e)} - set(idle)
-    shown = f" that was compared agrees ({_not_compared(unlike)})" if unlike else " agrees"
-    parts = [
-        f"{name} is the first module in forward order whose output differs, "
-        f"{name_ranks(outputs, e.runs, holders)}; every module before it{shown}"
-    ]
-    if idle:
-        parts[0] = f"{listed(idle, 3)} never {agree('the' if len(idle) == 1 else '', 'run')}, and "
-        parts[0] += f"{name}, which comes later, is the first module whose output differs, "
-        parts[0] += name_ranks(outputs, e.runs, holders)
-    if e.reference_trace is not None and e.reference_trace.num_left_out:
-        parts[0] += f" ({e.reference_trace.num_left_out} outputs were too large to compare)"
-    one = next(iter(outputs.values()))
-    if not all(math.isfinite(output.agreement.aa) for output in outputs.values()):
-        parts.append("the output is not finite")
-    if len(one.wrong_calls) < one.num_calls:
-        calls = listed(one.wrong_calls)
-        which = "microbatch" if len(one.wrong_calls) == 1 else "microbatches"
-        parts.append(f"only {which} {calls} of {one.num_calls} differ (counted from 0)")
-    parts += _moved_in_order(e, first, outputs)
-    parts += sums_of_output(e, outputs)
-    if shape := next((output.shape for output in outputs.values() if output.shape), ""):
-        parts.append(f"its local shape is {shape}: correct its output layout")
-    if places := {output.elsewhere for output in outputs.values() if output.elsewhere}:
-        parts.append(
-            f"the output is correct for {listed(sorted(places))}: the module is given, or "
-            "computes, the wrong positions or offset. Give it the positions of the rank's own "
-            "tokens"
-        )
-    factor, left = pooled([output.agreement for output in outputs.values()])
-    if left < EXPLAINED and not is_near(factor, 1.0):
-        same = e.factor(factor)
-        what = f" ({factor:.6g} is {same})" if same else ""
-        parts.append(f"it is {times(factor)} as large as on one process{what}")
-    style = next((t.styles[module] for t in e.traces if module in t.styles), "")
-    has_weights = any(holder_of(name) == module for run in e.runs for name in run.placements)
-    has_cp = e.dims.degrees.get("cp", 1) > 1 and "att" in module.lower() and not has_weights
-    if style:
-        parts.append(f"its entry in the tensor-parallel plan is {style}")
-    elif has_cp and len(outputs) < len(holders):
-        parts.append(
-            "other cp ranks agree, so this rank misses some of their keys and values, or uses some "
-            "twice"
-        )
-    elif has_cp and any(output.differs_from_jump for output in outputs.values()):
-        parts.append(
-            "it is correct up to where a rank's positions jump: the attention to other ranks' "
-            "blocks is wrong, or a mask that is made from positions treats the jump as the start "
-            "of a document"
-        )
-    yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
-
-
-def wrong_outputs(e: Evidence) -> list[str]:
-    """The calls whose outputs differ, in forward order, without those that hold another part."""
-    wrong = [
-        {call: bool(one.wrong_calls) for call, one in trace.modules.items()} for trace in e.traces
-    ]
-    return wrong_calls_in_order(e.forward_order, wrong)
-
-
-def compared(e: Evidence) -> set[str]:
-    """The calls whose outputs are compared on some rank, and do not hold another part."""
-    wrong = set(wrong_outputs(e))
-    return {
-        call
-        for call in {call for trace in e.traces for call in trace.modules}
-        if call in wrong
-        or not any(t.modules[call].wrong_calls for t in e.traces if call in t.modules)
-    }
-
-
-def _not_compared(modules: Collection[str]) -> str:
-    names = [name or "the model" for name in sorted(modules)]
-    return f"not compared: {listed(names, 3)}"
-
-
-def _never_run(e: Evidence, before: Sequence[str]) -> list[str]:
-    """The modules before the first wrong output that no rank runs, each without its children."""
-    ran = {module_of(call) for trace in e.traces for call in trace.modules}
-    idle = {name for trace in e.traces for name in trace.idle} - ran
-    idle &= set(map(module_of, e.forward_order))
-    agrees = compared(e) - set(wrong_outputs(e))
-    return [
-        name
-        for name in dict.fromkeys(map(module_of, before))
-        if name in idle and not idle & set(around(name)) and not agrees & set(around(name))
-    ]
-
-
-def _moved_in_order(e: Evidence, first: str, outputs: Collection[int]) -> Iterator[str]:
-    """Whether a rank runs the first wrong module before or after another than one process does."""
-    wrong = set(wrong_outputs(e))
-    for trace in e.traces:
-        if trace.rank not in outputs:
-            continue
-        place = {call: index for index, call in enumerate(trace.modules)}
-        order = [call for call in e.forward_order if call in place and call in wrong]
-        earlier = [
-            call
-            for call in order
-            if place[call] < place[first]
-            and call != first
-            and module_of(first) not in around(module_of(call))
-        ]
-        if earlier:
-            outer = [c for c in earlier if not set(earlier) & set(around(module_of(c)))]
-            yield (
-                f"{name_ranks([trace.rank], e.runs, range(len(e.runs)))}, {listed(outer, 3)} "
-                f"{'run' if len(outer) > 1 else 'runs'} before it, but after it on one process: "
-                "correct the order of the modules"
-            )
-            return
-
-
-def sums_of_output(e: Evidence, outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
-    """What is wrong with the output if it is right but for its bias, or summed over an axis."""
-    traces = [trace for trace in e.traces if trace.rank in outputs]
-    own = {None if (n := one.biases) is None else round(n, 6) for one in outputs.values()}
-    if own != {None} and len(own) == 1:
-        yield _biases(e, own.pop() or 0.0, "the output contains")
-        return
-    for axis in dict.fromkeys(axis for trace in traces for axis in trace.summed_output):
-        sums = [trace.summed_output.get(axis) for trace in traces]
-        if not all(one is not None and one.difference < EXPLAINED for one in sums):
-            continue
-        found = {trace.summed_biases.get(axis) for trace in traces}
-        number = found.pop() if len(found) == 1 else None
-        if number is not None and number > 1 + EXPLAINED:
-            yield _biases(
-                e,
-                number,
-                f"each rank's output is its share of a sum over {axis}, and the sum contains",
-            )
-        else:
-            yield (
-                f"summed over {axis}, the output is correct: it is a Partial that has not been "
-                f"reduced. Give the module an output layout that reduces it over {axis} "
-                "(Replicate() or Shard(...))"
-            )
-
-
-def _biases(e: Evidence, number: float, what: str) -> str:
-    same = e.factor(number) if number > 1 + EXPLAINED else ""
-    words = "no bias" if is_near(number + 1, 1.0) else f"the bias {number:g} times"
-    because = (
-        f" ({number:g} is {same}): each rank adds the whole bias before the sum. Add it once, "
-    )
-    because += "after the sum"
-    return f"{what} {words}, and is correct otherwise{because if same else ''}"
 
 
 def explain_loss(e: Evidence) -> Iterator[str]:
@@ -352,62 +174,11 @@ def explain_loss(e: Evidence) -> Iterator[str]:
         )
 
 
-def outputs_agree(e: Evidence) -> bool:
-    """Whether outputs were recorded and all of them agree."""
-    return any(trace.modules for trace in e.traces) and not outputs_differ(e)
-
-
-def outputs_differ(e: Evidence, module: str | None = None) -> bool:
-    """Whether any recorded output, or that of this module, differs on any rank."""
-    if module is None:
-        return bool(wrong_outputs(e))
-    return any(trace.modules[module].wrong_calls for trace in e.traces if module in trace.modules)
-
-
 def wrong_backward(e: Evidence) -> str:
-    """The module whose backward pass is wrong, if the gradients of the outputs show it; or ""."""
+    """Where the backward pass is wrong, if the gradients of what modules return show it; or ""."""
     if not outputs_agree(e) or e.failed("loss"):
         return ""
-    can_compare, worst = compared(e), dict[str, float]()
-    for trace in e.traces:
-        for name, output in trace.modules.items():
-            if output.gradient is not None and name in can_compare:
-                worst[name] = max(worst.get(name, 0.0), output.gradient.difference)
-    order = [name for name in e.forward_order if name in worst]
-    wrong = [index for index, name in enumerate(order) if worst[name] > WRONG]
-    # An error in the backward pass makes most gradients of earlier modules wrong too.
-    if not wrong or wrong[-1] == len(order) - 1 or 2 * len(wrong) <= wrong[-1]:
-        return ""
-    last, after = order[wrong[-1]], order[wrong[-1] + 1]
-    layers = () if e.reference_trace is None else tuple(e.reference_trace.experts)
-    layer = next((one for one in layers if after.startswith(f"{one}.")), "")
-    start = f"in the backward pass, the gradient of the output of {last} is the first that differs"
-    if layer and not last.startswith(f"{layer}."):
-        return (
-            f"{start}. {layer} reads it, and the outputs inside that layer have correct gradients, "
-            "so its router, its routed or its shared experts return a wrong gradient of their input"
-            + (
-                ". If they gather their input over tp, each rank has only its share of that "
-                "gradient: sum it over tp"
-                if e.dims.degrees.get("tp", 1) > 1
-                else ""
-            )
-        )
-    readers = () if e.reference_trace is None else e.reference_trace.readers.get(last, ())
-    right = [name for name in readers if worst.get(name, math.inf) <= WRONG]
-    inner = [name for name in right if not any(name in around(other) for other in right)]
-    if not inner:
-        return f"{start}, and that of {after or 'the model'}, which is compared next, agrees: look "
-        "between these outputs"
-    if len(inner) > 1:
-        return (
-            f"{start}. {listed(inner, 4)} read it, and the gradients of their outputs agree, so "
-            "one of them, or the code between, computes a wrong gradient of its input"
-        )
-    return (
-        f"{start}. {inner[0]} reads it, and the gradient of its output agrees, so it, or the code "
-        "between, computes a wrong gradient of its input"
-    )
+    return next(explain_backward(e), "")
 
 
 def unexplained(e: Evidence, names: Collection[str] | None = None) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -129,30 +130,76 @@ Shares = tuple[float, ...]
 Fit = tuple[Shares, float]
 """A gradient as a weighted sum of those of parts of the batch, and the relative residual."""
 
+LEFT = 1e-6
+"""The largest residual of such a sum."""
+
 Cell = tuple[int, int, int]
 """(data-parallel rank, microbatch, context-parallel rank): the targets of one loss sum."""
 
 
 @dataclass
 class ReferenceTrace:
-    """A detailed recording of one step of the reference; its tensors are in the trace's files.
+    """A detailed recording of one step of the reference; its tensors are in files.
 
-    `modules` has an entry for each call of a module in a forward pass, in the order in which the
-    calls end: a module comes after its children. `targets` are the number of targets of each cell.
+    `events` are what modules receive (`name_input`) and return (`name_call`), in forward order: a
+    module's output comes after those of its children. `targets` are the number of targets of each
+    cell.
     """
 
-    modules: tuple[str, ...]
+    events: tuple[str, ...]
     cells: tuple[Cell, ...] = ()
     targets: tuple[int, ...] = ()
     num_left_out: int = 0
-    """The number of outputs that were too large to keep."""
+    """The number of tensors that were too large to keep."""
+    flow: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each of the events, those that it is computed from directly."""
+    with_gradient: frozenset[str] = frozenset()
+    """Those whose gradients are known."""
     scaled: dict[str, tuple[bool, dict[str, float]]] = field(default_factory=dict)
     """Float8 layer -> (whether its input has one scale per row, the largest amax of its "input",
     and of "weight" and "gradient" if each has one scale)."""
     experts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Expert layer -> the tokens that are routed to each expert."""
-    readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Call -> the modules that are given its output itself."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The calls of modules, in the order in which they end."""
+        return tuple(event for event in self.events if not is_input(event))
+
+
+def harmless(
+    reference: ReferenceTrace, of_ranks: Sequence[Mapping[str, bool]], *, is_backward: bool = False
+) -> set[str]:
+    """Tensors that agree, or that differ though all that is computed from them next agrees on every
+    rank, or the output of a module around them does on some rank.
+
+    `of_ranks` has, for each rank, whether its tensors agree. A module may return a Partial that the
+    code after it reduces, and experts receive their tokens in an order of their own. In the
+    backward pass the tensors that come next are those with a gradient that a tensor is computed
+    from.
+    """
+    found, state = set[str](), dict[str, bool]()
+    for of_rank in of_ranks:
+        modules: dict[str, bool] = {}
+        for event, agrees in of_rank.items():
+            state[event] = state.get(event, True) and agrees
+            if not is_input(event) and not is_backward:
+                modules[module_of(event)] = modules.get(module_of(event), True) and agrees
+        for event, agrees in of_rank.items():
+            if not agrees and any(modules.get(outer) for outer in around(module_of(event))):
+                found.add(event)
+    found |= {event for event, agrees in state.items() if agrees}
+    following: dict[str, list[str]] = defaultdict(list)
+    for event, sources in reference.flow.items():
+        for source in sources:
+            if not is_backward:
+                following[source].append(event)
+            elif source in reference.with_gradient:
+                following[event].append(source)
+    for event in reference.events if is_backward else reversed(reference.events):
+        if (after := following[event]) and found.issuperset(after):
+            found.add(event)
+    return found
 
 
 @dataclass
@@ -187,28 +234,10 @@ def is_input(event: str) -> bool:
     return " <- " in event
 
 
-def wrong_calls_in_order(order: Iterable[str], of_ranks: Sequence[Mapping[str, bool]]) -> list[str]:
-    """The calls, in forward order, whose outputs are wrong; `of_ranks` says for each rank which
-    are.
-
-    Not those that are wrong on a rank inside a module whose output is right there: they hold
-    another part than was expected, such as a Partial that the module's own code reduces.
-    """
-    excused = set()
-    for of_rank in of_ranks:
-        agrees: dict[str, bool] = {}
-        for call, is_wrong in of_rank.items():
-            agrees[module_of(call)] = agrees.get(module_of(call), True) and not is_wrong
-        excused |= {
-            call
-            for call, is_wrong in of_rank.items()
-            if is_wrong and any(agrees.get(module) for module in around(module_of(call)))
-        }
-    return [
-        call
-        for call in order
-        if call not in excused and any(of_rank.get(call) for of_rank in of_ranks)
-    ]
+def first_call(event: str) -> str:
+    """The name of the same tensor of a module's first call."""
+    _, arrow, argument = event.partition(" <- ")
+    return f"{module_of(event)}{arrow}{argument}"
 
 
 def around(module: str) -> list[str]:
@@ -219,13 +248,15 @@ def around(module: str) -> list[str]:
 
 @dataclass
 class ModuleOutput:
-    """One rank's output of a module compared with its part of the reference's."""
+    """What a module returns or receives on a rank, compared with its part of the reference's."""
 
     agreement: Agreement
     num_calls: int
     wrong_calls: tuple[int, ...]
     shape: str = ""
     """Its shape and the reference's, if it cannot be a part of the reference's output."""
+    is_other: bool = False
+    """Whether it differs, but what is computed from it agrees: a Partial that is reduced later."""
     elsewhere: str = ""
     """The tokens or positions for which it would be correct, if it is wrong for its own."""
     differs_from_jump: bool = False
@@ -240,6 +271,8 @@ class ModuleOutput:
     """Whether it requires no gradient, but the reference's does."""
     has_no_gradient: bool = False
     """Whether no gradient of it arrives, but one of the reference's does."""
+    is_part: bool = False
+    """Whether it is compared with a part of the reference's, of other code."""
     biases: float | None = None
     """How often the output contains the module's bias, if nothing else is wrong with it."""
 
@@ -250,9 +283,10 @@ class RankTrace:
 
     rank: int
     coordinates: dict[str, int]
-    modules: dict[str, ModuleOutput]
+    events: dict[str, ModuleOutput]
+    """What modules receive and return."""
     summed_output: dict[str, Agreement]
-    """Mesh axis -> the output of the first module that differs, summed over that axis."""
+    """Mesh axis -> the first tensor of these that differs, summed over that axis."""
     summed_biases: dict[str, float] = field(default_factory=dict, kw_only=True)
     """Mesh axis -> how often that sum contains the module's bias, if that is known."""
     summed_gradients: dict[str, dict[str, Agreement]]
@@ -283,15 +317,22 @@ class RankTrace:
     """Wrong gradient -> another parameter whose gradient in the reference it equals."""
     file: str = ""
     """Where the rank has saved its part of the batch and its wrong gradients, of other code."""
-    inputs: dict[str, ModuleOutput] = field(default_factory=dict)
-    """What modules receive, by `name_input`, compared like `modules`, of other code."""
     not_compared: tuple[str, ...] = ()
-    """Outputs in a layout that fits no part of the reference's, of other code."""
+    """What modules receive or return in a layout that fits no part of the reference's."""
+    accumulated: dict[str, int] = field(default_factory=dict)
+    """Parameter -> how often a backward pass adds to its gradient, of other code."""
+    lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What a module receives or returns -> the lines of code that ran just before."""
+    lines_backward: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The same for the gradients of these tensors."""
+    wrong_line: WrongLine | None = None
+    communicating: tuple[str, ...] = ()
+    """The calls of modules inside which ranks exchange something."""
 
     @property
-    def events(self) -> dict[str, ModuleOutput]:
-        """What modules receive and return."""
-        return {**self.modules, **self.inputs}
+    def modules(self) -> dict[str, ModuleOutput]:
+        """What modules return."""
+        return {event: one for event, one in self.events.items() if not is_input(event)}
 
 
 @dataclass(frozen=True)
@@ -324,23 +365,83 @@ class CodeRun(RankRun):
     """The steps in which some rank's numbers differ, recorded in detail."""
     not_compared: tuple[str, ...] = ()
     """Buffers that have no counterpart of their shape in the reference."""
-    lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """What a module receives or returns -> the lines of code that ran just before, if watched."""
-    lines_backward: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The same for the gradients of these tensors."""
+    changed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Step -> weights that are others at its first forward pass than after the step before."""
+    updates: dict[int, str] = field(default_factory=dict)
+    """The step in which some rank's weights differ -> the file with this rank's parts of them."""
+
+
+@dataclass
+class PartFits:
+    """Wrong gradients as weighted sums of the gradients of the ranks' parts of the batch."""
+
+    fits: dict[int, dict[str, Fit]]
+    """Rank -> gradient -> these sums, relative to the reference's own."""
+    weights: Shares
+    """Each part's share of the whole mean."""
+    counts: dict[str, Shares]
+    """What else parts may be weighted by."""
+    rows: dict[int, dict[str, WrongRows]]
+    """Rank -> gradient -> the few rows that differ, if the others agree."""
+
+    def explains(self, name: str) -> bool:
+        """Whether a gradient is such a sum on every rank."""
+        left = [of_rank[name][1] for of_rank in self.fits.values() if name in of_rank]
+        return bool(left) and max(left) < LEFT
+
+
+class WrongRows(NamedTuple):
+    """Some rows of a gradient."""
+
+    rows: tuple[int, ...]
+    number: int
+    """Of all rows."""
+    is_zero: bool
+    """Whether this rank's are zero, and those of one process are not."""
+    should_be_zero: bool
+
+
+class Update(NamedTuple):
+    """What the optimizer's step did to a rank's part of a weight that is wrong."""
+
+    fit: Agreement
+    """Of the change of the weight."""
+    is_alone: bool
+    """Whether it is what the step does with this part as if it were the whole tensor."""
+    decay: Agreement
+    """The error of the new weight beside the weight before the step."""
+
+
+@dataclass
+class WrongLine:
+    """The first line of the caller's code whose result is wrong."""
+
+    call: str
+    """The call of the innermost module that runs it."""
+    line: str
+    is_moved: bool = False
+    """Whether the result has the rows or columns of one process in another order."""
+    source: str = ""
+    """The line whose result it reads, if that is this rank's share: right after a sum or a mean."""
+    way: str = ""
+    axis: str = ""
+    mixed: tuple[str, str] | None = None
+    """Another line whose result it reads, and the other reduction that makes that right."""
+    is_of_part: bool = False
+    """Whether it mixes elements of a value that is right, of which this rank has only a part."""
+    only_here: tuple[str, ...] = ()
+    """The lines that compute what it reads and that one process does not run."""
 
 
 @dataclass
 class ModelRun(ReferenceRun):
     """What the process of the plain model of such code returns."""
 
-    modules: tuple[str, ...] = ()
-    """What modules receive and return, in forward order."""
-    flow: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each of these, those that it is computed from directly."""
-    with_gradient: frozenset[str] = frozenset()
-    """Those whose gradients are known."""
+    trace: ReferenceTrace = field(default_factory=lambda: ReferenceTrace(()))
+    """Of its first step."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Names of one parameter."""
-    num_left_out: int = 0
-    """The number of outputs that were too large to keep."""
+    changed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """As in CodeRun."""
+    accumulated: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Step -> parameter -> how often a backward pass adds to its gradient."""

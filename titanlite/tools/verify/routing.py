@@ -165,10 +165,15 @@ def _moved(
 ) -> tuple[MovedToken, ...]:
     """The tokens of this rank that went to other experts than on the reference."""
     tokens = []
-    _, parts = own.compare(routing.chosen, known["chosen"], LABELS)
-    _, margins = own.compare(routing.margins, known["margins"], LABELS)
-    _, positions = own.compare(routing.margins, known["positions"], LABELS)
-    _, sequences = own.compare(routing.margins, known["sequences"], LABELS)
+
+    def of_rank(calls: list[Tensor], whole: Tensor) -> list[Tensor]:
+        selects = (own.select(i, call, len(calls), LABELS) for i, call in enumerate(calls))
+        return [select(whole) for select in selects]
+
+    parts = of_rank(routing.chosen, known["chosen"])
+    margins, positions, sequences = (
+        of_rank(routing.margins, known[name]) for name in ("margins", "positions", "sequences")
+    )
     for index, (chosen, part) in enumerate(zip(routing.chosen, parts, strict=True)):
         if part.shape != chosen.shape:
             continue

@@ -11,7 +11,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from titanlite.tools.verify.record import Cell, Fit, RankRun, RankTrace, ReferenceTrace, Shares
+from titanlite.tools.verify.record import (
+    LEFT,
+    Cell,
+    Fit,
+    RankRun,
+    RankTrace,
+    ReferenceTrace,
+    Shares,
+)
 from titanlite.tools.verify.wording import (
     Explained,
     be_a_sum,
@@ -21,8 +29,8 @@ from titanlite.tools.verify.wording import (
     name_ranks,
 )
 
-# How close a coefficient must be to a number to equal it, and the largest residual of a fit.
-NEAR, LEFT = 1e-5, 1e-6
+# How close a coefficient must be to a number to equal it.
+NEAR = 1e-5
 
 GROUPS: dict[str, Callable[[Cell], object]] = {
     "data-parallel rank": lambda cell: cell[0],
@@ -106,6 +114,13 @@ def describe_parts(
             "" if is_near(rest[0], 1.0, NEAR) else f", and the others count {rest[0]:.4g} times"
         )
         return f"the part of {listed(missing)} is missing{scaled}"
+    if missing:
+        shown = [
+            f"{share:.4g} times ({who})"
+            for share, who in zip(shares, parts, strict=True)
+            if abs(share) >= NEAR
+        ]
+        return f"the part of {listed(missing)} is missing, and the others count {listed(shown, 4)}"
     odd = [f"{share:.4g} times ({who})" for share, who in zip(shares, parts, strict=True)]
     return f"the parts count {listed(odd, 4)}"
 

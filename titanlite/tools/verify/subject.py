@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from titanlite.modules.names import unwrapped_name
 from titanlite.modules.shards import local_part, shard_of, whole_tensor
 from titanlite.tools.verify.agreement import MISSING, agreement, digest_of
-from titanlite.tools.verify.outputs import Outputs, recorded
+from titanlite.tools.verify.events import Events, recorded
 from titanlite.tools.verify.record import Agreement
 
 Cut = Callable[[Tensor], Tensor]
@@ -71,9 +71,10 @@ class Subject:
     is_job: bool = True
     """If not, it may have other state and buffers than the reference, and no gradient is zero."""
 
-    def recorded(self) -> AbstractContextManager[Outputs]:
-        """Inside, the outputs of all modules are recorded."""
-        return recorded(self.modules, self.is_whole, self.name_of)
+    def recorded(self, kept: Events) -> AbstractContextManager[Events]:
+        """Inside, `kept` records all modules. In a job, what a plan's hooks do is the module's."""
+        parts, is_whole, name_of = self.modules, self.is_whole, self.name_of
+        return recorded(parts, is_whole, name_of, kept, before_hooks=self.is_job)
 
     def buffers(self) -> dict[str, Tensor]:
         """All buffers of this rank's parts of the model, non-persistent ones too."""
@@ -119,7 +120,7 @@ class Subject:
         own = {name: gradient for name, gradient in every.items() if gradient is not None}
         if not self.is_job:
             own, known = (
-                {n: g for n, g in some.items() if n in others or local_part(g).any()}
+                {n: g for n, g in some.items() if n in others or _own(g).any()}
                 for some, others in ((own, known), (known, own))
             )
         return self._compare(own, known)
@@ -173,8 +174,12 @@ def same_part(whole: Tensor, parameter: Tensor) -> Tensor:
 
 def _own(tensor: Tensor) -> Tensor:
     """A copy of this rank's part. FSDP1 frees storage, which it cannot once numpy has seen it."""
-    return local_part(tensor.detach()).clone()
+    return dense(local_part(tensor.detach())).clone()
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: whole_tensor(tensor.detach()).cpu().clone() for name, tensor in tensors}
+    return {name: dense(whole_tensor(tensor.detach())).cpu().clone() for name, tensor in tensors}
+
+
+def dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor

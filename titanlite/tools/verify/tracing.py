@@ -1,35 +1,47 @@
 """On a rank: compares a step in detail with the reference's, for jobs and for other code.
 
-compare_outputs    which module outputs are wrong?
-sum_...            is what is wrong right once it is summed over a mesh axis? A Partial that is
-                   never reduced is, over the axis of its ranks. Along that axis all ranks must
-                   hold the same part of the tensor.
-fit                is a gradient a sum of those of parts of the batch, with wrong coefficients?
+Tracer     compares what modules receive and return, and the gradients of both. Of a job it is known
+           which part of a tensor a rank holds (job_trace.py); for other code, a fitting part is
+           looked for (program/code_trace.py)
+sum_...    is what is wrong right once it is summed over a mesh axis? A Partial that is never
+           reduced is, over the axis of its ranks. Along that axis all ranks must hold the same part
+           of the tensor.
+fit        is a gradient a sum of those of parts of the batch, with wrong coefficients?
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement
-from titanlite.tools.verify.outputs import Outputs
+from titanlite.tools.verify.events import Events
 from titanlite.tools.verify.record import (
     Agreement,
     Fit,
     ModuleOutput,
+    RankTrace,
+    ReferenceTrace,
+    harmless,
+    is_input,
     module_of,
-    wrong_calls_in_order,
 )
 from titanlite.tools.verify.subject import Subject
 
 T = TypeVar("T")
+
+Select = Callable[[Tensor], Tensor]
+"""Takes a rank's part from a whole tensor."""
+Compared = tuple[ModuleOutput, list[Select]]
+"""A tensor compared, and which part of the reference's that of each call should equal."""
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
 """The largest difference of an output that agrees: far above rounding error, far below a bug."""
@@ -37,49 +49,255 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
 EXACT = 1e-6
 
 
-def compare_outputs(
-    kept: Outputs,
-    known: Mapping[str, Any],
-    compare: Callable[[str, list[Tensor], Any], tuple[ModuleOutput, list[Tensor]] | None],
-) -> tuple[dict[str, ModuleOutput], dict[str, Tensor]]:
-    """The module outputs of a step compared with the reference's, which are `known` by call.
+@dataclass
+class Tracer:
+    """Compares one rank's step with the record of the reference's.
 
-    `compare(call, outputs, known)` compares those of one call, as `compare_calls`, or returns None
-    if that cannot be done. Also returns the part that the first output of each call should equal.
+    All ranks of the world must call `trace`.
     """
-    found, expected = {}, {}
-    for call, tensors in kept.first.items():
-        compared = compare(call, tensors, known[call]) if call in known else None
-        if compared is not None:
-            found[call], (expected[call], *_) = compared
-            found[call].recomputed = kept.recomputed_difference(call)
-    return found, expected
+
+    subject: Subject
+    rank: int
+    grid: Grid
+    reference: ReferenceTrace
+    chosen: dict[str, list[Select]] = field(default_factory=dict, kw_only=True)
+    """For each tensor, which part of the reference's that of each call should equal."""
+
+    scales_gradients = False
+    """Whether all gradients may have one common factor."""
+
+    def compare(self, event: str, calls: list[Tensor], known: list[Tensor]) -> Compared | None:
+        """A tensor compared with its parts of the reference's; None if it cannot be one."""
+        raise NotImplementedError
+
+    def leaves_out(self, event: str) -> bool:
+        """Whether a tensor is not to be compared."""
+        raise NotImplementedError
+
+    def tolerance_of(self, tensor: Tensor) -> float:
+        """The largest difference of a tensor that agrees."""
+        raise NotImplementedError
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights before the step."""
+        raise NotImplementedError
+
+    def trace(self, kept: Events, known: Mapping[str, Any], names: Iterable[str]) -> RankTrace:
+        """Compare the tensors of a step; `names` are the gradients that are wrong on some rank.
+
+        `known` has the reference's: for each event "outputs" and "output_gradients", of its calls
+        or of all together, and "gradients" by parameter.
+        """
+        found: dict[str, ModuleOutput] = {}
+        left = []
+        for event, calls in list(kept.first.items()):
+            if event not in known["outputs"] or self.leaves_out(event):
+                continue
+            compared = self.compare(event, calls, known["outputs"][event])
+            if compared is None:
+                left.append(event)
+                continue
+            found[event], self.chosen[event] = compared
+            if not is_input(event):
+                found[event].recomputed = kept.recomputed_difference(module_of(event))
+        for event in self._harmless({event: not o.wrong_calls for event, o in found.items()}):
+            found[event].wrong_calls, found[event].is_other = (), True
+        for event, shape in kept.shapes.items():
+            whole = known["outputs"].get(event)
+            output = None if whole is None else _if_too_large(kept.first[event], whole, shape)
+            if output is not None and not self.leaves_out(event):
+                found[event] = output
+                self.chosen[event] = [lambda whole: whole] * output.num_calls
+        factors, backward = self._compare_backward(kept, known, found)
+        trace = RankTrace(
+            rank=self.rank,
+            coordinates=self.grid.coordinates(self.rank),
+            events=found,
+            **self._sum_first(found, kept, known),
+            summed_gradients=sum_gradients(self.subject, names, known["gradients"]),
+            pending_inputs=tuple(kept.pending_inputs),
+            not_compared=tuple(left),
+            accumulated=dict(kept.accumulated),
+            lines=kept.lines,
+            lines_backward=kept.lines_backward,
+        )
+        self._sum_backward(trace, backward, kept, known, factors)
+        return trace
+
+    def lines(self, kept: Events) -> RankTrace:
+        """Only the lines of code, of a step that is not compared."""
+        own, of_gradients = kept.lines, kept.lines_backward
+        place = self.grid.coordinates(self.rank)
+        return RankTrace(
+            self.rank, place, {}, {}, summed_gradients={}, lines=own, lines_backward=of_gradients
+        )
+
+    def _harmless(self, is_right: Mapping[str, bool], *, is_backward: bool = False) -> list[str]:
+        found = harmless(self.reference, gathered(dict(is_right)), is_backward=is_backward)
+        return [event for event, agrees in is_right.items() if not agrees and event in found]
+
+    def _compare_backward(
+        self, kept: Events, known: Mapping[str, Any], found: dict[str, ModuleOutput]
+    ) -> tuple[list[float], dict[str, bool]]:
+        """Compare the gradients; returns each call's common factor, and which are wrong.
+
+        A loss that is a mean over the rank's own part scales all of them by one factor: that of the
+        last tensor in forward order.
+        """
+        factors: list[float] = []
+        wrong: dict[str, bool] = {}
+        for event in reversed(self.reference.events):
+            pairs = self._gradients(event, kept, known) if event in found else []
+            if not pairs or found[event].is_moved:
+                continue
+            if not self.scales_gradients:
+                factors = [1.0] * len(pairs)
+            if len(factors) != len(pairs):
+                fits = [agreement(own, part, part) for own, part in pairs]
+                new = [fit.ab / fit.bb if fit.bb else 0.0 for fit in fits]
+                if factors or not all(new) or not all(map(math.isfinite, new)):
+                    continue
+                # A gradient that is no multiple of the right one, such as a Partial, has no factor.
+                factors = [
+                    factor if fit.aa - factor * fit.ab <= EXACT**2 * fit.aa else 1.0
+                    for factor, fit in zip(new, fits, strict=True)
+                ]
+            scaled = [
+                agreement(own / factor, part, part)
+                for (own, part), factor in zip(pairs, factors, strict=True)
+            ]
+            worst = max(scaled, key=lambda one: one.difference)
+            is_wrong = not worst.difference <= self.tolerance_of(pairs[0][0])
+            found[event].gradient = worst if is_wrong else worst._replace(error=0.0)
+            wrong[event] = is_wrong
+        for event, one in found.items():
+            if event in self.reference.with_gradient and module_of(event) not in kept.again:
+                one.is_cut_off = not kept.requires_grad[event]
+                one.has_no_gradient = event not in kept.arrived
+                if one.has_no_gradient:
+                    wrong[event] = True
+        agrees = {event: not is_wrong for event, is_wrong in wrong.items()}
+        for event in self._harmless(agrees, is_backward=True):
+            found[event] = replace(
+                found[event], gradient=None, is_cut_off=False, has_no_gradient=False
+            )
+            del wrong[event]
+        return factors, wrong
+
+    def _gradients(
+        self, event: str, kept: Events, record: Mapping[str, Any]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The gradients of a tensor in each call, with the reference's; none if one is missing."""
+        own, known = kept.gradients_of(event), record["output_gradients"].get(event)
+        if own is None or not known:
+            return []
+        chosen = self.chosen[event]
+        own = own[-len(chosen) :]
+        if len(known) == 1:
+            known = known * len(own)
+        if len(known) != len(own) or len(own) != len(chosen):
+            return []
+        return [
+            (one, part)
+            for one, whole, select in zip(own, known, chosen, strict=True)
+            if (part := select(whole)).shape == one.shape
+        ]
+
+    def _sum_first(
+        self, found: Mapping[str, ModuleOutput], kept: Events, known: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The first wrong tensor of the world, in its first call: summed over each axis, and how
+        often it and these sums contain the module's bias. Fields of RankTrace.
+        """
+        own = {event: kept.first[event][-len(self.chosen[event])] for event in found}
+        everyone = gathered(
+            {
+                event: (bool(o.wrong_calls), o.is_moved and not o.elsewhere, own[event].shape)
+                for event, o in found.items()
+            }
+        )
+        # The diagnosis takes rows in another order only if nothing else differs.
+        order = (
+            event
+            for can_be_moved in (False, True)
+            for event in self.reference.events
+            if any(r.get(event, ())[:2] == (True, can_be_moved) for r in everyone)
+        )
+        first = next(order, None)
+        if first is None:
+            return {"summed_output": {}}
+        bias, biases = self.weights().get("" if is_input(first) else f"{module_of(first)}.bias"), {}
+
+        def compare(total: Tensor, axis: str = "") -> Agreement:
+            part = self.chosen[first][0](known["outputs"][first][0])
+            has_rows = total.ndim > 1 and total[..., 0].numel() > 1 and total.is_floating_point()
+            if has_rows and total.shape == part.shape:
+                # The bias may be added after the sum: then the same row is missing everywhere.
+                row = (part - total).flatten(0, -2).mean(0)
+                if bias is not None and bias.shape == row.shape and bias.any():
+                    missing = ((row @ bias.to(row)) / (bias @ bias).to(row)).item()
+                    is_bias = agreement(missing * bias.to(row), row, part).difference < EXACT
+                    if is_bias and abs(missing) > EXACT:
+                        biases[axis] = 1.0 - missing
+                total = total + row
+            return agreement(total, part, part)
+
+        if first in found and found[first].wrong_calls:
+            if compare(own[first]).difference < EXACT:
+                found[first].biases = biases.get("")
+            biases.clear()
+        shapes = [of_rank[first][2] if first in of_rank else None for of_rank in everyone]
+        totals = sum_over_axes(self.subject, shapes, lambda: own[first])
+        sums = {axis: compare(total, axis) for axis, total in totals.items()}
+        return {"summed_output": sums, "summed_biases": biases}
+
+    def _sum_backward(
+        self,
+        trace: RankTrace,
+        backward: Mapping[str, bool],
+        kept: Events,
+        record: Mapping[str, Any],
+        factors: Sequence[float],
+    ) -> None:
+        """Sum each wrong gradient over each axis."""
+        mine = {
+            event: (bad, tuple(part.shape))
+            for event, bad in backward.items()
+            for _, part in self._gradients(event, kept, record)[:1]
+        }
+        everyone = gathered(mine)
+        wrong = {event for of_rank in everyone for event, (bad, *_) in of_rank.items() if bad}
+        for event in [event for event in reversed(self.reference.events) if event in wrong]:
+
+            def gradient(event: str = event) -> Tensor:
+                return self._gradients(event, kept, record)[0][0] / factors[0]
+
+            def compare(total: Tensor, event: str = event) -> Agreement:
+                part = self._gradients(event, kept, record)[0][1]
+                return agreement(total, part, part)
+
+            shapes = [of_rank[event][1] if event in of_rank else None for of_rank in everyone]
+            sums = sum_over_axes(self.subject, shapes, gradient)
+            trace.summed_backward[event] = {axis: compare(one) for axis, one in sums.items()}
 
 
-def compare_calls(
-    calls: Sequence[Tensor],
-    ways: Callable[[int, Tensor], Iterable[tuple[Tensor, Tensor]]],
-    tolerance: float,
-) -> tuple[ModuleOutput, list[Tensor]] | None:
-    """A module's outputs, in the order of its calls, compared with parts of the reference's.
+def _if_too_large(calls: Sequence[Tensor], known: Any, shape: torch.Size) -> ModuleOutput | None:
+    """A DTensor larger than the whole on one process: what its ranks hold are no shards of that."""
+    whole = known if isinstance(known, Tensor) else known[0]
+    if shape.numel() <= whole.numel():
+        return None
+    output = in_all([agreement(call, call, call) for call in calls], range(len(calls)))
+    output.shape = f"{list(calls[0].shape)}, a part of {list(shape)}, but the whole is "
+    output.shape += f"{list(whole.shape)} on one process"
+    return output
 
-    `ways(index, call)` has (a part that this call's output may equal, the whole); the one that fits
-    best is taken. Returns these parts, too; None if there is none for a call.
-    """
-    found: list[Agreement] = []
-    parts = []
-    for index, call in enumerate(calls):
-        fits = [(agreement(call, part, whole), part) for part, whole in ways(index, call)]
-        if not fits:
-            return None
-        best, part = min(fits, key=lambda fit: fit[0].error)
-        found.append(best)
-        parts.append(part)
-    wrong = tuple(i for i, one in enumerate(found) if not one.difference <= tolerance)
+
+def in_all(found: Sequence[Agreement], wrong: Iterable[int]) -> ModuleOutput:
+    """A tensor of several calls, each compared; `wrong` are those that differ."""
     worst = max(found, key=lambda one: one.error)
     aa, ab, bb = (sum(getattr(one, name) for one in found) for name in ("aa", "ab", "bb"))
     total = Agreement(worst.error, worst.scale, aa, ab, bb, "")
-    return ModuleOutput(total, len(calls), wrong), parts
+    return ModuleOutput(total, len(found), tuple(wrong))
 
 
 def gathered(value: T) -> list[T]:
@@ -90,7 +308,10 @@ def gathered(value: T) -> list[T]:
 
 
 def sum_over_axes(
-    subject: Subject, places: Sequence[object], tensor: Callable[[], Tensor]
+    subject: Subject,
+    places: Sequence[object],
+    tensor: Callable[[], Tensor],
+    operator: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> dict[str, Tensor]:
     """Axis -> the sum of a tensor over it, if all ranks along it hold the same part.
 
@@ -101,57 +322,9 @@ def sum_over_axes(
         along = {places[rank] for rank in dist.get_process_group_ranks(group)}
         if len(along) == 1 and None not in along:
             total = tensor().to(subject.device).clone()
-            dist.all_reduce(total, group=group)
+            dist.all_reduce(total, operator, group=group)
             found[axis] = total.cpu()
     return found
-
-
-def sum_outputs(
-    subject: Subject,
-    modules: Iterable[str],
-    found: Mapping[str, ModuleOutput],
-    own: Mapping[str, list[Tensor]],
-    expected: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-) -> dict[str, Any]:
-    """The first wrong output of the world, in its first call: summed over each axis, and how often
-    it and these sums contain the module's bias. Fields of RankTrace.
-
-    `modules` are the reference's in forward order, `own` this rank's outputs by call, `expected`
-    their parts of the reference's, and `weights` the weights before the step.
-    """
-    mine = {call: (bool(o.wrong_calls), tuple(own[call][0].shape)) for call, o in found.items()}
-    everyone = gathered(mine)
-    is_wrong = [{call: wrong for call, (wrong, _) in of_rank.items()} for of_rank in everyone]
-    first = next(iter(wrong_calls_in_order(modules, is_wrong)), None)
-    if first is None:
-        return {"summed_output": {}}
-    bias, biases = weights.get(f"{module_of(first)}.bias"), {}
-
-    def compare(total: Tensor, axis: str = "") -> Agreement:
-        part = expected[first]
-        has_rows = total.ndim > 1 and total[..., 0].numel() > 1 and total.is_floating_point()
-        if has_rows and total.shape == part.shape:
-            # The bias may be added after the sum: then the same row is missing everywhere.
-            row = (part - total).flatten(0, -2).mean(0)
-            if bias is not None and bias.shape == row.shape and bias.any():
-                missing = ((row @ bias.to(row)) / (bias @ bias).to(row)).item()
-                is_bias = agreement(missing * bias.to(row), row, part).difference < EXACT
-                if is_bias and abs(missing) > EXACT:
-                    biases[axis] = 1.0 - missing
-            total = total + row
-        return agreement(total, part, part)
-
-    output = found.get(first)
-    if output is not None and output.wrong_calls:
-        if compare(own[first][0]).difference < EXACT:
-            output.biases = biases.get("")
-        biases.clear()
-    shapes = [of_rank.get(first, (False, None))[1] for of_rank in everyone]
-    sums = {}
-    for axis, total in sum_over_axes(subject, shapes, lambda: own[first][0]).items():
-        sums[axis] = compare(total, axis)
-    return {"summed_output": sums, "summed_biases": biases}
 
 
 def sum_gradients(
@@ -183,12 +356,24 @@ def sum_gradients(
 def fit(parts: Sequence[Tensor], own: Tensor, known: Tensor) -> Fit | None:
     """`own` as a weighted sum of `parts`, by least squares; the residual is relative to `known`.
 
-    None if it has too few elements for that.
+    None if it has too few elements for that, or if the parts are not independent.
     """
     own, stacked = own.double().flatten(), torch.stack([p.double().flatten() for p in parts], 1)
     if stacked.size(0) != len(own) or len(own) < 2 * len(parts) or not own.isfinite().all():
         return None
-    weights = torch.linalg.lstsq(stacked, own[:, None], driver="gelsd").solution[:, 0]
+    solved = torch.linalg.lstsq(stacked, own[:, None], rcond=1e-9, driver="gelsd")
+    if solved.rank.item() < len(parts):
+        return None
+    weights = solved.solution[:, 0]
+    return tuple(weights.tolist()), residual(parts, weights.tolist(), own, known)
+
+
+def residual(
+    parts: Sequence[Tensor], weights: Sequence[float], own: Tensor, known: Tensor
+) -> float:
+    """What a weighted sum leaves of `own`, relative to `known`."""
+    total = sum(
+        weight * part.double().flatten() for weight, part in zip(weights, parts, strict=True)
+    )
     scale = known.double().norm().item()
-    left = (stacked @ weights - own).norm().item()
-    return tuple(weights.tolist()), left / scale if scale else math.inf
+    return (total - own.double().flatten()).norm().item() / scale if scale else math.inf

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from titanlite.tools.verify.dataflow import first_difference, outputs_agree, outputs_differ
 from titanlite.tools.verify.evidence import (
     EXPLAINED,
+    WRONG,
     Evidence,
     JobEvidence,
     by_rank,
@@ -15,7 +17,6 @@ from titanlite.tools.verify.evidence import (
     worst,
 )
 from titanlite.tools.verify.norms import explain_norm
-from titanlite.tools.verify.passes import first_difference, outputs_agree, outputs_differ
 from titanlite.tools.verify.record import RankRun
 from titanlite.tools.verify.wording import (
     agree,
@@ -73,19 +74,29 @@ def explain_update(e: Evidence) -> Iterator[str]:
         return
     shown = name_parameters(wrong, e.runs, "weight")
     ranks = ranks_of(e, lambda run: worst(run, "weights", e.step, wrong))
-    still = [name for name in wrong if all(_is_unchanged(run, name, e.step) for run in e.runs)]
+    bad = [run for run in e.runs if any(_differs(run, name, e.step) for name in wrong)]
+    still = [name for name in wrong if all(_is_unchanged(run, name, e.step) for run in bad)]
     if still:
         who = name_parameters(still, e.runs, "weight")
-        yield (
-            f"gradients and their norm agree, but the step leaves {who} unchanged: the optimizer "
-            "does not have these tensors, or has others than the model uses. Build it after what "
-            "replaces parameters (fully_shard, to, tie)"
+        where = name_ranks([run.rank for run in bad], e.runs, range(len(e.runs)))
+        why = (
+            "the optimizer does not have these tensors, or has others than the model uses. Build "
+            "it after what replaces parameters (fully_shard, to, tie)"
+            if len(bad) == len(e.runs)
+            else "there the optimizer makes no update in this step, which other ranks make"
         )
+        yield f"gradients and their norm agree, but the step leaves {who} unchanged, {where}: {why}"
         return
     yield (
         f"gradients and their norm agree, but {shown} {agree(shown, 'differ')} after the step, "
-        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}. {_wrong_update(e)}"
+        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}. "
+        + (e.describe_update() or _wrong_update(e))
     )
+
+
+def _differs(run: RankRun, name: str, step: int) -> bool:
+    found = run.steps[step].weights.get(name)
+    return found is not None and found.difference > WRONG
 
 
 def _is_unchanged(run: RankRun, name: str, step: int) -> bool:
@@ -148,7 +159,8 @@ def explain_state(e: Evidence) -> Iterator[str]:
 
 def explain_buffers(e: Evidence) -> Iterator[str]:
     # Balancing biases have questions of their own.
-    wrong = [name for name in e.failed("buffer") if not name.endswith(".expert_bias")]
+    is_job = isinstance(e, JobEvidence)
+    wrong = [name for name in e.failed("buffer") if not (is_job and name.endswith(".expert_bias"))]
     if not wrong:
         return
     values = defaultdict(set)

@@ -259,7 +259,7 @@ class StepWatch:
             inputs = _tensors(args[1:2]) if kind in INTO_ANOTHER else outputs
         else:
             inputs, outputs = _tensors(args[:1]), []
-        whole = sum(tensor.nbytes for tensor in inputs)
+        whole = sum(map(_num_bytes, inputs))
         whole *= group.size() if kind in ("all_gather", "gather") else 1
         index = self.begin(kind, group, inputs, whole)
         result = function(*args, **kwargs)
@@ -416,7 +416,7 @@ class _Ears:
         if rank in self.watches and kind != "barrier":
             watch = self.watches[rank]
             group = _group(call.group)
-            whole = sum(tensor.nbytes for tensor in tensors)
+            whole = sum(map(_num_bytes, tensors))
             whole *= len(ranks) if kind in ("all_gather", "gather") else 1
             watch.end(watch.begin(kind, group, tensors, whole), results)
         return 0
@@ -426,7 +426,7 @@ class _Ears:
             watch = self.watches[rank]
             group = _group(channel.rpartition(" ")[0])
             kind = "send" if is_send else "receive"
-            index = watch.begin(kind, group, [tensor], tensor.nbytes)
+            index = watch.begin(kind, group, [tensor], _num_bytes(tensor))
             watch.end(index, [] if is_send else [tensor])
         return 0
 
@@ -494,9 +494,14 @@ def _is_worth_it(tensors: Sequence[Tensor]) -> bool:
     return sum(tensor.numel() for tensor in tensors if tensor.is_floating_point()) >= LEAST_ELEMENTS
 
 
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def _digest(tensors: Sequence[Tensor]) -> str:
     """A digest; "" if the tensors are too large, or hold one number only, as zeros do."""
-    if sum(tensor.nbytes for tensor in tensors) > MOST_DIGESTED_BYTES:
+    is_sparse = any(tensor.layout != torch.strided for tensor in tensors)
+    if is_sparse or sum(map(_num_bytes, tensors)) > MOST_DIGESTED_BYTES:
         return ""
     with _disable_current_modes(), torch.no_grad():
         if all(bool(tensor.min() == tensor.max()) for tensor in tensors if tensor.numel()):

@@ -8,8 +8,7 @@
     building.py     on a rank: calls the caller's functions, finds modules and parameters
     local_parts.py  on a rank: which part of each of the reference's tensors it holds
     batches.py      on a rank: its part of each batch, and which rows and columns these are
-    events.py       on a rank: records what modules receive and return, and their gradients
-    code_trace.py   on a rank: compares these with the reference's, and sums what is wrong over axes
+    code_trace.py   on a rank: which part of what the reference's modules receive and return it has
     findings.py     the likely cause of a difference
 
 tools/verify/ has what it shares with jobs. Only the modules that run on ranks import torch.

@@ -148,14 +148,16 @@ def build(request: Request, mesh: Any, *, is_reference: bool) -> Built:
     if not parameters:
         raise ConfigError(f"{name}: has no parameter that requires a gradient")
     _check_dtype(name, modules, request.dtype)
-    if optimizers:
-        optimizer = optimizers[0]
-    elif request.optimizer is not None:
-        optimizer = request.optimizer(parameters)
-    else:
-        # Parameters may be a mixture of DTensors and plain tensors, which foreach does not take.
-        optimizer = AdamW(parameters, lr=DEFAULT_LR, foreach=False)
+    optimizer = optimizers[0] if optimizers else make_optimizer(request, parameters)
     return Built(value, modules, optimizer, request, is_reference)
+
+
+def make_optimizer(request: Request, parameters: list[nn.Parameter]) -> Any:
+    """The optimizer of either side, if `parallel` returns none."""
+    if request.optimizer is not None:
+        return request.optimizer(parameters)
+    # Parameters may be a mixture of DTensors and plain tensors, which foreach does not take.
+    return AdamW(parameters, lr=DEFAULT_LR, foreach=False)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,7 @@
 The part of the reference's tensor that a rank should have follows from sizes: a dimension as long
 as the batch has the rank's rows, one as long as the sequence its columns, and one that is still n
 times too long is cut into n chunks along an axis of n ranks. The tokens may also be flattened, or
-cut into sequence shards first. If no such part fits, equal rows or columns are looked for. What
-differs is summed over each axis.
+cut into sequence shards first. If no such part fits, equal rows or columns are looked for.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,116 +21,60 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.program.batches import Where
-from titanlite.tools.verify.program.events import Events
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.record import (
-    Agreement,
-    ModelRun,
-    ModuleOutput,
-    RankTrace,
-    is_input,
-    module_of,
-)
-from titanlite.tools.verify.subject import HeldParts, Subject
-from titanlite.tools.verify.tracing import gathered, sum_gradients, sum_outputs, sum_over_axes
+from titanlite.tools.verify.record import Agreement, module_of
+from titanlite.tools.verify.subject import dense
+from titanlite.tools.verify.tracing import Compared, Select, Tracer, in_all
 
 # No more ways to cut an output than this are tried, and no larger gradients are saved.
 MOST_WAYS = 64
 MOST_ELEMENTS = 1 << 24
 
 
-Select = Callable[[Tensor], Tensor]
-"""Takes a rank's part from a whole tensor."""
-
-
 @dataclass
-class Tracer:
-    """Compares one rank's step with the record of the reference's."""
+class CodeTracer(Tracer):
+    """Compares a rank of other code; looks for the parts that fit."""
 
-    subject: Subject
-    grid: Grid
-    rank: int
     where: Where | None
-    record: ModelRun
     request: Request
     tolerance: float
-    _chosen: dict[str, list[Select]] = field(default_factory=dict)
-    """For each tensor, which part of the reference's that of each call should equal."""
+    sizes: dict[int, list[int]] = field(default_factory=dict, kw_only=True)
+    """Number of microbatches -> how many of the rank's rows each of them has."""
 
-    def trace(self, kept: Events, known: Mapping[str, Any], wrong: list[str]) -> RankTrace:
-        """Compare outputs; every rank of the world must call this. `wrong` are wrong gradients."""
-        found: dict[str, ModuleOutput] = {}
-        left = []
-        for event, calls in list(kept.first.items()):
-            whole = known["outputs"].get(event)
-            if whole is None or self.request.leaves_out(module_of(event)):
-                continue
-            calls = calls[-(self.request.microbatches or len(calls)) :]
-            compared = self._compare(event, calls, whole)
-            if len(calls) > 2 and (compared is None or compared.is_moved):
-                # A pipeline's first step starts with a call that only finds shapes.
-                compared = self._compare(event, calls[1:], whole) or compared
-            if compared is None:
-                left.append(event)
-                continue
-            found[event] = compared
-            if not is_input(event):
-                compared.recomputed = kept.recomputed_difference(module_of(event))
-        for event in self._harmless({event: not o.wrong_calls for event, o in found.items()}):
-            found[event].wrong_calls = ()
-        factors, backward = self._compare_backward(kept, known, found)
-        trace = RankTrace(
-            rank=self.rank,
-            coordinates=self.grid.coordinates(self.rank),
-            modules={event: one for event, one in found.items() if not is_input(event)},
-            **self._sum_outputs(found, kept, known),
-            summed_gradients=sum_gradients(
-                self.subject,
-                sorted({name for of_rank in gathered(wrong) for name in of_rank}),
-                known["gradients"],
-            ),
-            pending_inputs=tuple(kept.pending_inputs),
-            inputs={event: one for event, one in found.items() if is_input(event)},
-            not_compared=tuple(left),
-        )
-        self._sum_backward(trace, backward, kept, known, factors)
-        return trace
+    # The loss may be a mean over the rank's own part.
+    scales_gradients = True
 
-    def _harmless(self, is_right: Mapping[str, bool], *, is_backward: bool = False) -> list[str]:
-        """Tensors that differ, though all that is computed from them next agrees on every rank.
+    def leaves_out(self, event: str) -> bool:
+        """Whether the caller named the module."""
+        return self.request.leaves_out(module_of(event))
 
-        A layer of a hand-made pair may return a Partial that the code after it reduces, and experts
-        receive their tokens in an order of their own. In the backward pass the tensors that come
-        next are those with a gradient that a tensor is computed from.
-        """
-        state: dict[str, bool] = {}
-        for of_rank in gathered(dict(is_right)):
-            for event, agrees in of_rank.items():
-                state[event] = state.get(event, True) and agrees
-        following: dict[str, list[str]] = defaultdict(list)
-        for event, sources in self.record.flow.items():
-            for source in sources:
-                if not is_backward:
-                    following[source].append(event)
-                elif source in self.record.with_gradient:
-                    following[event].append(source)
-        found: dict[str, bool] = {}
-        order = self.record.modules
-        for event in order if is_backward else reversed(order):
-            after = following[event]
-            found[event] = state.get(event, False) or (
-                bool(after) and all(found.get(other, False) for other in after)
-            )
-        return [event for event, agrees in is_right.items() if not agrees and found.get(event)]
+    def tolerance_of(self, tensor: Tensor) -> float:
+        """That of the comparison."""
+        return self.tolerance
 
-    def _compare(self, event: str, calls: list[Tensor], known: list[Tensor]) -> ModuleOutput | None:
-        """A tensor compared with the best fitting part of the reference's; None if none fits."""
+    def weights(self) -> Mapping[str, Tensor]:
+        """This rank's parts: the reference's are those after its step."""
+        held = self.subject.held
+        return {name: local_part(one.parameter.detach()) for name, one in held.items()}
+
+    def compare(self, event: str, calls: list[Tensor], known: list[Tensor]) -> Compared | None:
+        """A tensor compared with the best fitting parts of the reference's; None if none fits."""
+        calls = calls[-(self.request.microbatches or len(calls)) :]
+        compared = self._compare(calls, known)
+        if len(calls) > 2 and (compared is None or compared[0].is_moved):
+            # A pipeline's first step starts with a call that only finds shapes.
+            compared = self._compare(calls[1:], known) or compared
+        return compared
+
+    def _compare(self, calls: list[Tensor], known: list[Tensor]) -> Compared | None:
         if len(known) not in (1, len(calls)) or not calls[0].ndim:
             return None
+        sizes = [call.size(0) for call in calls]
+        if len(known) == 1 and self.where and sum(sizes) == len(self.where.rows):
+            self.sizes.setdefault(len(calls), sizes)
         chosen: list[Select] = []
         found: list[Agreement] = []
         is_moved, elsewhere = False, ""
@@ -157,14 +99,14 @@ class Tracer:
                 return None
             found.append(best[0])
             chosen.append(best[1])
-        self._chosen[event] = chosen
-        wrong = tuple(
+        wrong = [
             i for i, one in enumerate(found) if is_moved or not one.difference <= self.tolerance
-        )
-        worst = max(found, key=lambda one: one.error)
-        aa, ab, bb = (sum(getattr(one, name) for one in found) for name in ("aa", "ab", "bb"))
-        total = Agreement(worst.error, worst.scale, aa, ab, bb, found[0].digest)
-        return ModuleOutput(total, len(calls), wrong, is_moved=is_moved, elsewhere=elsewhere)
+        ]
+        output = in_all(found, wrong)
+        output.is_moved, output.elsewhere = is_moved, elsewhere
+        number = len(calls) if len(known) == 1 else 1
+        output.is_part = calls[0].numel() * number < known[0].numel()
+        return output, chosen
 
     def ways(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Iterator[Select]:
         """The parts of `whole` that have the shape of `call`, a microbatch (index, count)."""
@@ -219,6 +161,21 @@ class Tracer:
                 ).T.reshape(call.shape)
         return None
 
+    def finds_moved(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> bool | None:
+        """Whether a tensor has rows or columns of the reference's in another order.
+
+        None for consecutive rows of it, which code that chooses rows may give.
+        """
+        if self._match(call, whole, share) is None:
+            return False
+        own, known = call.flatten(0, -2), whole.flatten(0, -2)
+        length = own.size(0)
+        if own.size(1) != known.size(1) or length >= known.size(0):
+            return True
+        windows = known.unfold(0, length, 1).movedim(-1, 1)
+        apart = (windows - own).abs().amax((1, 2)).min()
+        return None if apart <= self.tolerance * known.abs().max() else True
+
     def _ways_of_dim(
         self, call: Tensor, whole: Tensor, dim: int, share: tuple[int, int]
     ) -> Iterator[tuple[Tensor | None, int, int]]:
@@ -253,6 +210,8 @@ class Tracer:
         assert self.where is not None
         index, count = share
         rows = self.where.rows
+        if count in self.sizes:
+            return rows.split(self.sizes[count])[index]
         return rows.chunk(count)[index] if len(rows) % count == 0 else rows
 
     def _indices(self, count: int) -> Iterator[int]:
@@ -267,120 +226,6 @@ class Tracer:
                     for axis in axes:
                         index = index * self.grid.degrees[axis] + place[axis]
                     yield index
-
-    def _compare_backward(
-        self, kept: Events, record: Mapping[str, Any], found: dict[str, ModuleOutput]
-    ) -> tuple[list[float], dict[str, bool]]:
-        """Compare the gradients; returns each call's common factor, and which are wrong.
-
-        A loss that is a mean over the rank's own part scales all of them by one factor: that of the
-        last tensor in forward order.
-        """
-        factors: list[float] = []
-        wrong: dict[str, bool] = {}
-        for event in reversed(self.record.modules):
-            pairs = self._gradients(event, kept, record) if event in found else []
-            if not pairs or found[event].is_moved:
-                continue
-            if len(factors) != len(pairs):
-                fits = [agreement(own, part, part) for own, part in pairs]
-                new = [fit.ab / fit.bb if fit.bb else 0.0 for fit in fits]
-                if factors or not all(new) or not all(map(math.isfinite, new)):
-                    continue
-                factors = new
-            scaled = [
-                agreement(own / factor, part, part)
-                for (own, part), factor in zip(pairs, factors, strict=True)
-            ]
-            worst = max(scaled, key=lambda one: one.difference)
-            is_wrong = not worst.difference <= self.tolerance
-            found[event].gradient = worst if is_wrong else worst._replace(error=0.0)
-            wrong[event] = is_wrong
-        for event, one in found.items():
-            if event in self.record.with_gradient and module_of(event) not in kept.again:
-                one.is_cut_off = not kept.requires_grad[event]
-                one.has_no_gradient = event not in kept.arrived
-                if one.has_no_gradient:
-                    wrong[event] = True
-        agrees = {event: not is_wrong for event, is_wrong in wrong.items()}
-        for event in self._harmless(agrees, is_backward=True):
-            found[event] = replace(
-                found[event], gradient=None, is_cut_off=False, has_no_gradient=False
-            )
-            del wrong[event]
-        return factors, wrong
-
-    def _gradients(
-        self, event: str, kept: Events, record: Mapping[str, Any]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """The gradients of a tensor in each call, with the reference's; none if one is missing."""
-        own, known = kept.gradients_of(event), record["output_gradients"].get(event)
-        if own is None or not known:
-            return []
-        chosen = self._chosen[event]
-        own = own[-len(chosen) :]
-        if len(known) == 1:
-            known = known * len(own)
-        if len(known) != len(own) or len(own) != len(chosen):
-            return []
-        return [
-            (one, part)
-            for one, whole, select in zip(own, known, chosen, strict=True)
-            if (part := select(whole)).shape == one.shape
-        ]
-
-    def _sum_outputs(
-        self, found: Mapping[str, ModuleOutput], kept: Events, known: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """The first wrong tensor of the world, in its first call, summed over each axis."""
-        mine = {e: bool(o.is_moved and not o.elsewhere) for e, o in found.items() if o.wrong_calls}
-        everyone = gathered(mine)
-        # The diagnosis takes rows in another order only if nothing else differs.
-        order = [
-            event
-            for can_be_moved in (False, True)
-            for event in self.record.modules
-            if any(of_rank.get(event) is can_be_moved for of_rank in everyone)
-        ]
-        own = [event for event in order[:1] if event in found]
-        return sum_outputs(
-            self.subject,
-            order[:1],
-            {event: found[event] for event in own},
-            {event: kept.first[event][-len(self._chosen[event]) :] for event in own},
-            {event: self._chosen[event][0](known["outputs"][event][0]) for event in own},
-            # The reference's are those after its step.
-            {name: local_part(one.parameter.detach()) for name, one in self.subject.held.items()},
-        )
-
-    def _sum_backward(
-        self,
-        trace: RankTrace,
-        backward: Mapping[str, bool],
-        kept: Events,
-        record: Mapping[str, Any],
-        factors: Sequence[float],
-    ) -> None:
-        """Sum each wrong gradient over each axis."""
-        mine = {
-            event: (bad, tuple(part.shape))
-            for event, bad in backward.items()
-            for _, part in self._gradients(event, kept, record)[:1]
-        }
-        everyone = gathered(mine)
-        wrong = {event for of_rank in everyone for event, (bad, *_) in of_rank.items() if bad}
-        for event in [event for event in reversed(self.record.modules) if event in wrong]:
-
-            def gradient(event: str = event) -> Tensor:
-                return self._gradients(event, kept, record)[0][0] / factors[0]
-
-            def compare(total: Tensor, event: str = event) -> Agreement:
-                part = self._gradients(event, kept, record)[0][1]
-                return agreement(total, part, part)
-
-            shapes = [of_rank[event][1] if event in of_rank else None for of_rank in everyone]
-            sums = sum_over_axes(self.subject, shapes, gradient)
-            trace.summed_backward[event] = {axis: compare(one) for axis, one in sums.items()}
 
 
 def _cut(cuts: Sequence[tuple[Tensor | None, int, int]], whole: Tensor) -> Tensor:
@@ -420,10 +265,9 @@ def _rows_or_zero(whole: Tensor, rows: Tensor) -> Tensor:
     return whole[rows.clamp(min=0)] * (rows >= 0).to(whole.dtype)[:, None]
 
 
-def save_part(
-    path: Path, rank: int, batch: Any, digest: str, held: HeldParts, wrong: Sequence[str]
-) -> str:
+def save_part(path: Path, tracer: CodeTracer, batch: Any, digest: str, wrong: Sequence[str]) -> str:
     """Save a rank's part of the batch and its wrong gradients for `find_shares`."""
+    held, rank = tracer.subject.held, tracer.rank
     gradients, num_elements = {}, 0
     for name in sorted(wrong, key=lambda name: held[name].shape.numel()):
         gradient = held[name].parameter.grad
@@ -434,10 +278,11 @@ def save_part(
             torch.arange(held[name].shape.numel()).view(held[name].shape),
             gradient if isinstance(gradient, DTensor) else None,
         )
-        own = local_part(gradient.detach()).cpu().flatten()
+        own = dense(local_part(gradient.detach())).cpu().flatten()
         if own.numel() == elements.numel():
             gradients[name] = own.clone(), elements.flatten().clone()
     own = tree_map(lambda leaf: local_part(leaf) if isinstance(leaf, Tensor) else leaf, batch)
     found = {"rank": rank, "batch": own, "digest": digest, "gradients": gradients}
+    found["sizes"] = tracer.sizes
     torch.save(found, path)
     return str(path)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.mesh.parallel_dims import Grid
+from titanlite.tools.verify.dataflow import describe_event
 from titanlite.tools.verify.differences import (
     Key,
     Tolerance,
@@ -24,17 +25,13 @@ from titanlite.tools.verify.differences import (
     largest_of,
     unequal_replicas,
 )
+from titanlite.tools.verify.evidence import WRONG
 from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools, must_run
-from titanlite.tools.verify.program.findings import (
-    PartEvidence,
-    are_local,
-    conclude,
-    describe_event,
-)
+from titanlite.tools.verify.program.findings import PartEvidence, are_local, conclude
 from titanlite.tools.verify.program.grid import make_grid
 from titanlite.tools.verify.program.request import Request, Split, check, pack
-from titanlite.tools.verify.record import CodeRun, Fit, ModelRun, RankRun, ReferenceTrace, Shares
+from titanlite.tools.verify.record import CodeRun, ModelRun, PartFits, RankRun, Update
 from titanlite.tools.verify.report import format_result
 from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.sensitivity import (
@@ -44,7 +41,6 @@ from titanlite.tools.verify.sensitivity import (
     Given,
     Sensitivity,
 )
-from titanlite.tools.verify.shares import LEFT
 from titanlite.tools.verify.wording import be, listed, name_parameters
 
 if TYPE_CHECKING:
@@ -362,12 +358,25 @@ class _Judging:
         """Judge gradients of each rank's own part by the weights, which agree after every step."""
         found = self.found
         kinds = {failure.kind for failure in found.failures}
-        if kinds == {"gradient"} and not found.splits and are_local(self._evidence()):
+        names = {failure.name for failure in found.failures}
+        if kinds == {"gradient"} and all(map(self._is_only_missing, names)):
+            self._leave_to_the_step(names)
+            found.notes.append(
+                "some ranks lack gradients at the optimizer step, but the weights agree after "
+                "every step on all of them: the step gives them what they lack"
+            )
+        elif kinds == {"gradient"} and not found.splits and are_local(self._evidence()):
             self._leave_to_the_step({failure.name for failure in found.failures})
             found.notes.append(
                 "the gradients are each rank's own at the optimizer step, but the weights agree "
                 "after every step: the optimizer's step reduces them itself"
             )
+
+    def _is_only_missing(self, name: str) -> bool:
+        """Whether a gradient is right on every rank that has one."""
+        parts = [part for run in self.runs for s in run.steps if (part := s.gradients.get(name))]
+        right = [part for part in parts if part.digest and part.difference <= WRONG]
+        return bool(right) and all(part in right or not part.digest for part in parts)
 
     def _leave_to_the_step(self, names: set[str]) -> None:
         """Judge these gradients no longer, since the step itself completes them."""
@@ -527,53 +536,79 @@ class _Judging:
         evidence = PartEvidence(found.grid, record.steps, self.runs, found, tied=record.tied)
         step = max(1, evidence.step)
         traces = [run.traces[step] for run in self.runs if step in run.traces]
-        evidence.reference_trace = ReferenceTrace(record.modules, num_left_out=record.num_left_out)
-        evidence.traces = traces
-        evidence.flow, evidence.events = record.flow, record.modules
+        evidence.reference_trace, evidence.traces = record.trace, traces
+        evidence.changed = record.changed.get(step, ())
+        evidence.accumulated = record.accumulated.get(step, {})
         evidence.is_split = len(set(self._parts_by_step()[step - 1])) > 1
         evidence.num_microbatches = self.request.microbatches or max(
             (one.num_calls for trace in traces for one in trace.modules.values()), default=1
+        )
+        evidence.first_microbatches = max(
+            (
+                one.num_calls
+                for run in self.runs
+                if 1 in run.traces
+                for one in run.traces[1].modules.values()
+            ),
+            default=1,
         )
         by_part: dict[str, list[int]] = {}
         for run in self.runs:
             by_part.setdefault(run.parts[step - 1], []).append(run.rank)
         files = [trace.file for trace in traces]
+        wrong, most = evidence.failed("gradient"), -1
         # A fit of each microbatch has more unknowns, and may be impossible.
         for count in {1: None, evidence.num_microbatches: None}:
-            if all(files) and evidence.failed("gradient") and len(by_part) * count > 1:
-                self._find_shares(evidence, step, files, list(by_part.values()), count)
-            if any(
-                left < LEFT for of_rank in evidence.shares.values() for _, left in of_rank.values()
-            ):
-                break
+            if not (all(files) and wrong) or 2 * most > len(wrong):
+                continue
+            parts = self._find_shares(step, files, count)
+            number = 0 if parts is None else sum(map(parts.explains, wrong))
+            if parts is not None and number > most:
+                most, evidence.shares, evidence.rows = number, parts.fits, parts.rows
+                evidence.weights, evidence.counts = parts.weights, parts.counts
+                evidence.parts = [
+                    (ranks, index if count > 1 else None)
+                    for ranks in by_part.values()
+                    for index in range(count)
+                ]
         if any(map(evidence.failed, ("loss", "gradient"))) and traces:
             self._watch(evidence, step)
+        if evidence.failed("weight"):
+            self._judge_updates(evidence, step)
         return evidence
 
-    def _find_shares(
-        self,
-        evidence: PartEvidence,
-        step: int,
-        files: Sequence[str],
-        parts: Sequence[Sequence[int]],
-        count: int,
-    ) -> None:
+    def _judge_updates(self, evidence: PartEvidence, step: int) -> None:
+        packed = self.packed
+        files = {run.rank: run.updates[step] for run in self.runs if step in run.updates}
+
+        def on_rank(world: World) -> list[dict[str, Update]]:
+            from titanlite.tools.verify.program.weights import judge_updates
+
+            return judge_updates(world, packed, step, list(files.values()))
+
+        with contextlib.suppress(RankError):
+            evidence.updates = dict(zip(files, self.pools.alone(on_rank), strict=True))
+
+    def _find_shares(self, step: int, files: Sequence[str], count: int) -> PartFits | None:
         packed, folder = self.packed, self.folder
 
-        def on_rank(world: World) -> tuple[dict[int, dict[str, Fit]], Shares, dict[str, Shares]]:
+        def on_rank(world: World) -> PartFits:
             from titanlite.tools.verify.program.reference import find_shares
 
             return find_shares(world, packed, folder, step, files, count)
 
         with contextlib.suppress(RankError):
-            evidence.shares, evidence.weights, evidence.counts = self.pools.alone(on_rank)
-            evidence.parts = [
-                (ranks, index) for ranks in parts for index in range(count if count > 1 else 0)
-            ] or [(ranks, None) for ranks in parts]
+            return self.pools.alone(on_rank)
+        return None
 
     def _watch(self, evidence: PartEvidence, step: int) -> None:
-        """Run the parallel code again, and note the lines of the caller's code."""
+        """Run both sides again, and note the lines of the caller's code."""
         packed, folder, record = self.packed, self.folder, self.record
+
+        def on_one(world: World) -> ModelRun:
+            from titanlite.tools.verify.program.reference import run_model
+
+            return run_model(world, packed, folder, step)
 
         def on_rank(world: World) -> CodeRun:
             from titanlite.tools.verify.program.parallel import run_parallel
@@ -581,4 +616,6 @@ class _Judging:
             return run_parallel(world, packed, folder, record, step)
 
         with contextlib.suppress(TitanliteError):
-            evidence.watched = self.pools.of(self.found.grid.world_size).call(on_rank)
+            self.pools.alone(on_one)
+            runs = self.pools.of(self.found.grid.world_size).call(on_rank)
+            evidence.watched = [run.traces[step] for run in runs]

@@ -20,13 +20,15 @@ from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending
+from titanlite.tools.verify.events import Events, Watch
 from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
-from titanlite.tools.verify.program.code_trace import Tracer, save_part
-from titanlite.tools.verify.program.events import Events, Watch, recorded
+from titanlite.tools.verify.program.code_trace import CodeTracer, save_part
+from titanlite.tools.verify.program.lines import first_wrong_line
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
+from titanlite.tools.verify.program.weights import fingerprint, save_update
 from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import HeldParts, Subject
@@ -126,22 +128,15 @@ class _Measuring:
                 self._copy(held, start)
         subject = self._subject(built, held, mesh)
         with built.parameters():
-            run = CodeRun(
-                world.rank,
-                self.grid.coordinates(world.rank),
-                {},
-                (),
-                {name: digest_of(one.part_of(start[name])) for name, one in held.items()},
-                [RankStep(weights=subject.compare_weights(start))],
-                places={name: one.place for name, one in held.items()},
-            )
+            run = self._start_run(subject, start)
+        after = None if built.is_flat else fingerprint(held)
         # A missing seed must show up: ranks on different machines differ in this too.
         torch.manual_seed(hash((world.rank, time.monotonic_ns())) % 2**32)
         for step, (batch, part) in enumerate(zip(batches, parts, strict=True), 1):
             where = find_part(batch, request.split, mesh, self.grid, world.rank)
             run.cells.append(None if where is None else where.cells)
-            tracer = Tracer(
-                subject, self.grid, world.rank, where, self.record, request, self.tolerance
+            tracer = CodeTracer(
+                subject, world.rank, self.grid, self.record.trace, where, request, self.tolerance
             )
             digest = digest_of_batch(part)
             run.parts.append(digest)
@@ -154,15 +149,16 @@ class _Measuring:
             is_seen = step == min(2, len(parts)) and not built.is_compiled
             looks = is_seen and self.traces and self.watched is None
             watch = StepWatch(subject.groups, built.own_parameters, [part]) if looks else None
-            kept = Events()
-            with (
-                self._observing(subject, built, kept, step),
-                watch.seeing() if watch else nullcontext(),
-            ):
+            kept, seen = Events(), dict[str, tuple[float, float]]()
+            if after is not None:
+                kept.at_start = lambda seen=seen: seen.update(fingerprint(held))
+            with self._observing(subject, kept, step), watch.seeing() if watch else nullcontext():
                 run.losses.append(built.run_step(part))
+            if changed := [name for name, own in seen.items() if own != (after or {})[name]]:
+                run.changed[step] = tuple(changed)
             perturbation.restore()
             if step == self.watched:
-                run.lines, run.lines_backward = kept.lines, kept.lines_backward
+                run.traces[step] = self._lines(tracer, kept)
                 return run
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
@@ -176,8 +172,10 @@ class _Measuring:
                 built.optimizer.step()
             if watch:
                 run.traffic, run.traffic.part = watch.traffic(), digest
+            after = None if built.is_flat else fingerprint(held)
             with built.parameters():
                 found.weights = subject.compare_weights(known["weights"])
+                self._save_update(subject, found, step, run)
             if not built.is_flat:
                 found.state = subject.compare_state(known["state"])
             found.buffers = self._compare_buffers(subject, known["buffers"], run)
@@ -185,13 +183,40 @@ class _Measuring:
             built.forget_gradients()
         return run
 
+    def _start_run(self, subject: Subject, start: Mapping[str, Tensor]) -> CodeRun:
+        held = subject.held
+        return CodeRun(
+            self.world.rank,
+            self.grid.coordinates(self.world.rank),
+            {},
+            (),
+            {name: digest_of(one.part_of(start[name])) for name, one in held.items()},
+            [RankStep(weights=subject.compare_weights(start))],
+            places={name: one.place for name, one in held.items()},
+        )
+
+    def _lines(self, tracer: CodeTracer, kept: Events) -> RankTrace:
+        """The lines that were noted in a watched step, and the first whose result is wrong."""
+        trace, number = tracer.lines(kept), max(map(len, kept.first.values()), default=1)
+        trace.wrong_line = first_wrong_line(tracer, kept.values, self.folder, number)
+        trace.communicating = tuple(kept.values.communicating)
+        return trace
+
+    def _save_update(self, subject: Subject, found: RankStep, step: int, run: CodeRun) -> None:
+        """Save weights that are the first to differ on some rank."""
+        wrong = [n for n, one in found.weights.items() if not one.difference <= self.tolerance]
+        if self.traces and not run.updates and wrong:
+            path = Path(self.folder) / f"update{self.world.rank}.pt"
+            with contextlib.suppress(Exception):
+                file = save_update(path, subject.held, wrong, self.folder, step)
+                run.updates[step] = file
+
     @contextlib.contextmanager
-    def _observing(self, subject: Subject, built: Built, kept: Events, step: int) -> Iterator[None]:
+    def _observing(self, subject: Subject, kept: Events, step: int) -> Iterator[None]:
         """Inside, `kept` records what modules receive and return; with lines in a watched step."""
         with contextlib.ExitStack() as exits:
             if self.request.modules:
-                modules, is_whole = subject.modules, subject.is_whole
-                exits.enter_context(recorded(modules, is_whole, built.name_of, kept))
+                exits.enter_context(subject.recorded(kept))
             if step == self.watched:
                 exits.enter_context(Watch(kept))
             yield
@@ -278,7 +303,7 @@ class _Measuring:
 
     def _trace(
         self,
-        tracer: Tracer,
+        tracer: CodeTracer,
         kept: Events,
         known: Mapping[str, Any],
         found: RankStep,
@@ -290,12 +315,11 @@ class _Measuring:
         if not self.traces:
             return None
         wrong = [n for n, a in found.gradients.items() if not a.difference <= self.tolerance]
-        trace = tracer.trace(kept, known, wrong)
-        everyone = gathered(wrong)
-        if any(everyone):
-            held = tracer.subject.held
-            names = sorted({name for names in everyone for name in names} & held.keys())
+        names = sorted({name for of_rank in gathered(wrong) for name in of_rank})
+        trace = tracer.trace(kept, known, names)
+        if names:
+            names = [name for name in names if name in tracer.subject.held]
             path = Path(self.folder) / f"part{self.world.rank}_{step}.pt"
             with contextlib.suppress(Exception):
-                trace.file = save_part(path, self.world.rank, part, digest, held, names)
+                trace.file = save_part(path, tracer, part, digest, names)
         return trace

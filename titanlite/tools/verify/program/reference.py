@@ -6,8 +6,9 @@ Each step's tensors go into one file, which every rank maps into memory and comp
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,31 +18,43 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from titanlite import pickles
 from titanlite.ranks.world import World
+from titanlite.tools.verify.events import Events, Watch
 from titanlite.tools.verify.inspect_model import watched
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
-from titanlite.tools.verify.program.events import Events, recorded
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.record import Fit, ModelRun, ReferenceStep, Shares
-from titanlite.tools.verify.shares import LEFT
+from titanlite.tools.verify.program.weights import fingerprint
+from titanlite.tools.verify.record import (
+    LEFT,
+    Fit,
+    ModelRun,
+    PartFits,
+    ReferenceStep,
+    ReferenceTrace,
+    Shares,
+    WrongRows,
+)
 from titanlite.tools.verify.step_files import load, store
-from titanlite.tools.verify.subject import HeldPart, Subject
-from titanlite.tools.verify.tracing import fit
+from titanlite.tools.verify.subject import HeldPart, HeldParts, Subject, dense
+from titanlite.tools.verify.tracing import TOLERANCES, fit, residual
 
 # Module outputs, and as much for their gradients, are kept up to this total per step.
 MOST_OUTPUT_BYTES = 1 << 29
 
 
-def run_model(world: World, packed: bytes, folder: str) -> ModelRun:
-    """Train the reference on every batch and write a record of each step into `folder`."""
+def run_model(world: World, packed: bytes, folder: str, watched: int | None = None) -> ModelRun:
+    """Train the reference on every batch and write a record of each step into `folder`.
+
+    With `watched`, only up to this step; the values of the caller's lines in it are saved, too.
+    """
     request: Request = pickles.loads(packed)
     try:
         with in_dtype(request.dtype):
-            return _run(build(request, None, is_reference=True), folder)
+            return _run(build(request, None, is_reference=True), folder, watched)
     finally:
         clean_up()
 
 
-def _run(built: Built, folder: str) -> ModelRun:
+def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
     request, model = built.request, built.modules[0]
     names: dict[int, list[str]] = {}
     held: dict[str, HeldPart] = {}
@@ -54,25 +67,33 @@ def _run(built: Built, folder: str) -> ModelRun:
     )
     store({"weights": subject.whole_weights()}, folder, 0)
     record = ModelRun([ReferenceStep()], tied=tied)
+    after = fingerprint(held)
     # A model that draws random numbers must not draw the same ones in each run.
     torch.manual_seed(time.monotonic_ns() % 2**32)
     for step, given in enumerate(request.batches, 1):
         batch = cast(given, request.dtype)
+        seen: dict[str, tuple[float, float]] = {}
         kept = Events(finds_flow=step == 1)
+        kept.at_start = functools.partial(_look, held, seen)
         with contextlib.ExitStack() as exits:
             narrowed: Collection[str] = ()
             if step == 1 and request.dtype == "float64":
                 narrowed = exits.enter_context(watched(model))
             if request.modules:
-                exits.enter_context(recorded([model], [True], built.name_of, kept))
+                exits.enter_context(subject.recorded(kept))
+            if step == watched_step:
+                exits.enter_context(Watch(kept))
             loss = built.run_step(batch) or 0.0
+        record.changed[step] = tuple(n for n, own in seen.items() if own != after[n])
+        record.accumulated[step] = dict(kept.accumulated)
         own = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = sum((g.double() ** 2).sum().item() for g in own) ** 0.5
+        norm = sum((dense(g).double() ** 2).sum().item() for g in own) ** 0.5
         gradients = subject.whole_gradients()
         clipped = built.clip()
         with watched(model, "the optimizer") if step == 1 else nullcontext(()) as by_optimizer:
             built.optimizer.step()
-        outputs, record.num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
+        after = fingerprint(held)
+        outputs, num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
         of_outputs = {call: kept.gradients_of(call) for call in outputs}
         found: dict[str, dict[str, Any]] = {
             "gradients": gradients,
@@ -81,24 +102,33 @@ def _run(built: Built, folder: str) -> ModelRun:
             "output_gradients": {n: found for n, found in of_outputs.items() if found},
         }
         store(found, folder, step)
+        if step == watched_step:
+            kept.values.save(folder)
+            break
         if step == 1:
             record.narrowed = (*narrowed, *by_optimizer) if request.dtype == "float64" else ()
-            record.modules = tuple(outputs)
-            record.flow = {name: tuple(sources) for name, sources in kept.flow.items()}
-            record.with_gradient = frozenset(found["output_gradients"])
+            record.trace = ReferenceTrace(
+                tuple(outputs),
+                flow={name: tuple(sources) for name, sources in kept.flow.items()},
+                with_gradient=frozenset(found["output_gradients"]),
+            )
+        record.trace.num_left_out = num_left_out
         record.steps.append(ReferenceStep(loss, clipped if request.clip else norm))
         built.optimizer.zero_grad(set_to_none=True)
     return record
 
 
+def _look(held: HeldParts, seen: dict[str, tuple[float, float]]) -> None:
+    seen |= fingerprint(held)
+
+
 def find_shares(
     world: World, packed: bytes, folder: str, step: int, files: Sequence[str], count: int = 1
-) -> tuple[dict[int, dict[str, Fit]], Shares, dict[str, Shares]]:
+) -> PartFits:
     """Write wrong gradients as weighted sums of the gradients of the ranks' parts of the batch.
 
     `files` are those of the ranks (code_trace.py). Each part is cut into `count` microbatches along
-    dimension 0. Returns these sums by rank and name, relative to the reference's own; each
-    part's share of the whole mean; and what else parts may be weighted by (`_counts_of`).
+    dimension 0.
     """
     request: Request = pickles.loads(packed)
     saved = [torch.load(file, weights_only=False) for file in files]
@@ -110,7 +140,8 @@ def find_shares(
             for name, parameter in parameters.items():
                 parameter.copy_(before["weights"][name])
         wholes = {file["digest"]: file["batch"] for file in saved}
-        parts = [part for whole in wholes.values() for part in _microbatches(whole, count)]
+        sizes = {file["digest"]: file["sizes"].get(count) for file in saved}
+        parts = [p for d, whole in wholes.items() for p in _microbatches(whole, count, sizes[d])]
         of_parts: dict[str, list[Tensor]] = {}
         for part in parts:
             built.run_step(part)
@@ -119,13 +150,13 @@ def find_shares(
                     of_parts.setdefault(name, []).append(parameter.grad.detach().flatten())
             model.zero_grad(set_to_none=True)
     fits: dict[int, dict[str, Fit]] = {file["rank"]: {} for file in saved}
-    shares: Shares = ()
+    of_whole: Shares = ()
     for name, gradients in of_parts.items():
         whole = record["gradients"][name].flatten()
         known = fit(gradients, whole, whole) if len(gradients) == len(parts) else None
         if known is None or known[1] > LEFT or not all(known[0]):
             continue
-        shares = shares or tuple(one / sum(known[0]) for one in known[0])
+        of_whole = of_whole or known[0]
         for file in saved:
             if name in file["gradients"]:
                 own, elements = file["gradients"][name]
@@ -133,16 +164,63 @@ def find_shares(
                 if found is not None:
                     relative = (a / b for a, b in zip(found[0], known[0], strict=True))
                     fits[file["rank"]][name] = tuple(relative), found[1]
+    for file in saved:
+        _add_undetermined(fits[file["rank"]], file["gradients"], of_parts, of_whole, record)
     clean_up()
-    return fits, shares, _counts_of(parts)
+    rows = {file["rank"]: _wrong_rows(file["gradients"], record["gradients"]) for file in saved}
+    return PartFits(fits, tuple(one / sum(of_whole) for one in of_whole), _counts_of(parts), rows)
 
 
-def _microbatches(batch: Any, count: int) -> list[Any]:
-    """Equal parts of a batch along dimension 0; raises ValueError if there are none."""
+def _add_undetermined(
+    fits: dict[str, Fit],
+    gradients: Mapping[str, tuple[Tensor, Tensor]],
+    of_parts: Mapping[str, list[Tensor]],
+    of_whole: Shares,
+    record: Mapping[str, Any],
+) -> None:
+    """Gradients from which no coefficients follow have those of another, if these fit."""
+    shares = next((shares for shares, left in fits.values() if left < LEFT), None)
+    if shares is None:
+        return
+    weights = [own * whole for own, whole in zip(shares, of_whole, strict=True)]
+    for name in gradients.keys() & of_parts.keys() - fits.keys():
+        own, elements = gradients[name]
+        parts, known = [one[elements] for one in of_parts[name]], record["gradients"][name]
+        if len(parts) == len(weights):
+            left = residual(parts, weights, own, known.flatten()[elements])
+            fits |= {name: (shares, left)} if left < LEFT else {}
+
+
+def _wrong_rows(
+    gradients: Mapping[str, tuple[Tensor, Tensor]], known: Mapping[str, Tensor]
+) -> dict[str, WrongRows]:
+    """The rows of a rank's gradients, its values and the numbers of its elements, that differ."""
+    found = {}
+    for name, (own, elements) in gradients.items():
+        whole = known[name]
+        right = whole.flatten()[elements]
+        is_wrong = (own - right).abs() > TOLERANCES[torch.float64] * whole.abs().max()
+        if whole.ndim < 2 or not is_wrong.any():
+            continue
+        rows, all_rows = (some // whole[0].numel() for some in (elements[is_wrong], elements))
+        rows, all_rows = rows.unique(), all_rows.unique()
+        if len(rows) <= len(all_rows) // 4:
+            zeros = [not tensor[is_wrong].any() for tensor in (own, right)]
+            found[name] = WrongRows(tuple(rows.tolist()), whole.size(0), *zeros)
+    return found
+
+
+def _microbatches(batch: Any, count: int, sizes: Sequence[int] | None) -> list[Any]:
+    """Parts of a batch along dimension 0, equal ones or of these sizes; raises ValueError if there
+    are no equal parts.
+    """
     leaves, spec = tree_flatten(batch)
     cut = []
     for leaf in leaves:
         is_cut = isinstance(leaf, Tensor) and leaf.ndim > 0
+        if is_cut and sizes is not None and sum(sizes) == leaf.size(0):
+            cut.append(leaf.split(list(sizes)))
+            continue
         if is_cut and leaf.size(0) % count:
             raise ValueError(f"{leaf.size(0)} rows are no {count} equal parts")
         cut.append(leaf.chunk(count) if is_cut else [leaf] * count)

@@ -1,0 +1,406 @@
+"""Where what modules receive and return first differs, or its gradient; torch-free.
+
+Between two such tensors there is a module, or code between modules. The sentences are the same for
+jobs and for other code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+from titanlite.tools.verify.evidence import EXPLAINED, Evidence, JobEvidence, holder_of, pooled
+from titanlite.tools.verify.record import ModuleOutput, around, is_input, module_of
+from titanlite.tools.verify.wording import agree, is_near, listed, name_ranks, times
+
+
+def first_difference(e: Evidence) -> Iterator[str]:
+    """The first tensor in forward order that differs, and between which others that happens."""
+    wrong: dict[str, dict[int, ModuleOutput]] = defaultdict(dict)
+    for trace in e.traces:
+        for event, one in trace.events.items():
+            if one.wrong_calls:
+                wrong[event][trace.rank] = one
+    order = [event for event in e.events if event in wrong]
+    if not order or (isinstance(e, JobEvidence) and not outputs_differ(e)):
+        return
+    moved = [
+        event
+        for event in order
+        if all(o.is_moved and not o.elsewhere for o in wrong[event].values())
+    ]
+    first = next((event for event in order if event not in moved), order[0])
+    outputs = wrong[first]
+    parts = [_start(e, first, outputs)]
+    # A line without a counterpart is named by what it is between.
+    has_place = e.wrong_line is None or bool(e.wrong_line.only_here)
+    has_place = has_place or any(output.shape for output in outputs.values())
+    line = "" if has_place else e.first_wrong_line()
+    code = e.lines_before(first, list(outputs))
+    lines = [line or f"the code there{code}"] if line or code else []
+    is_between = not parts[0].startswith(module_of(first) or "the model")
+    parts += lines * is_between
+    if e.reference_trace is not None and e.reference_trace.num_left_out:
+        parts.append(f"{e.reference_trace.num_left_out} tensors were too large to compare")
+    odd = [event for event in moved if e.events.index(event) < e.events.index(first)]
+    if odd or first in moved:
+        parts.append(
+            f"{describe_event(odd[0] if odd else first)} has the rows or columns of one process in "
+            "another order: if that is not intended, the error is there"
+        )
+    details = list(_details(e, first, outputs))
+    parts += details
+    parts += _of_module(e, first, outputs)
+    parts += lines * (not is_between)
+    if not is_input(first) and not line and not details:
+        parts += _own_part_alone(e, module_of(first), list(outputs))
+    yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
+
+
+def _start(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> str:
+    where = name_ranks(outputs, e.runs, e.ranks_with(lambda t: first in t.events))
+    name, module = describe_event(first), module_of(first)
+    before = e.events[: e.events.index(first)]
+    known = _sources(e, first)
+    if idle := _never_run(e, before):
+        what = f"{name}, which comes later, is the first tensor that differs"
+        if not is_input(first):
+            what = f"{module or 'the model'}, which comes later, is the first module whose output "
+            what += "differs"
+        return (
+            f"{listed(idle, 3)} never {agree('the' * (len(idle) == 1), 'run')}, and {what}, {where}"
+        )
+    if known and (is_input(first) or any(not is_input(s) or module_of(s) != module for s in known)):
+        sources = listed([describe_event(source) for source in known], 3)
+        between = f"between {sources} and" if len(known) == 1 else f"after {sources}, and before"
+        return f"the error is {between} {name}: that is the first tensor that differs, {where}"
+    if is_input(first) and not module:
+        return f"{name} is the first tensor that differs, {where}, and no module runs before it"
+    unlike, seen = set[str](), set(map(module_of, compared(e)))
+    if isinstance(e, JobEvidence):
+        unlike = {module_of(call) for call in before if not is_input(call)} - seen
+    shown = " that was compared" * bool(unlike) + " agrees"
+    shown += f" ({_not_compared(unlike)})" if unlike else ""
+    if is_input(first):
+        return f"{name} is the first tensor that differs, {where}; every module before it{shown}"
+    return (
+        f"{module or 'the model'} is the first module in forward order whose output differs, "
+        f"{where}; every module before it{shown}" + ", and so does its input" * bool(known)
+    )
+
+
+def _sources(e: Evidence, event: str) -> list[str]:
+    """The compared tensors that an event is computed from."""
+    can_compare = {event for trace in e.traces for event in trace.events}
+    return [source for source in e.flow.get(event, ()) if source in can_compare]
+
+
+def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
+    """What the numbers of the first tensor that differs show."""
+    one = next(iter(outputs.values()))
+    if not all(math.isfinite(output.agreement.aa) for output in outputs.values()):
+        yield "it is not finite"
+        return
+    if len(one.wrong_calls) < one.num_calls:
+        is_one = len(one.wrong_calls) == 1
+        yield (
+            f"only microbatch{'' if is_one else 'es'} {listed(one.wrong_calls)} of {one.num_calls} "
+            f"{'differs' if is_one else 'differ'} (counted from 0)"
+        )
+    yield from _moved_in_order(e, first, outputs)
+    if places := {output.elsewhere for output in outputs.values() if output.elsewhere}:
+        # Rows or columns in another order say how; positions say what the module was given.
+        if one.is_moved:
+            yield f"it has {listed(sorted(places))}"
+            return
+        who, what = ("it", "code there") if is_input(first) else ("the output", "module")
+        yield (
+            f"{who} is correct for {listed(sorted(places))}: the {what} is given, or computes, the "
+            "wrong positions or offset. Give it the positions of the rank's own tokens"
+        )
+    yield from sums_of_output(e, outputs)
+    if shape := next((output.shape for output in outputs.values() if output.shape), ""):
+        what = "the layout in which it is given" if is_input(first) else "its output layout"
+        yield f"its local shape is {shape}: correct {what}"
+    factor, left = pooled([output.agreement for output in outputs.values()])
+    if left < EXPLAINED and not is_near(factor, 1.0):
+        same = e.factor(factor)
+        yield (
+            f"it is {times(factor)} as large as on one process"
+            f"{f' ({factor:.6g} is {same})' if same else ''}"
+        )
+
+
+def _own_part_alone(e: Evidence, module: str, ranks: Sequence[int]) -> Iterator[str]:
+    """Whether a module reads a part of what it reads on one process, and exchanges nothing."""
+    given = [
+        one
+        for trace in e.traces
+        for event, one in trace.events.items()
+        if is_input(event) and module_of(event) == module and trace.rank in ranks
+    ]
+    exchanges = any(module_of(call) == module for run in e.watched for call in run.communicating)
+    if e.watched and given and not exchanges and all(one.is_part for one in given):
+        yield (
+            "the module reads only this rank's part of what it reads on one process, and exchanges "
+            "nothing: if it needs the rest (for a statistic, neighbours, earlier tokens), that is "
+            "missing"
+        )
+
+
+def _of_module(e: Evidence, first: str, outputs: Collection[int]) -> Iterator[str]:
+    """What a job's plan has for the first module whose output differs."""
+    module = module_of(first)
+    if is_input(first):
+        return
+    holders = e.ranks_with(lambda t: first in t.events)
+    has_weights = any(holder_of(name) == module for run in e.runs for name in run.placements)
+    has_cp = e.dims.degrees.get("cp", 1) > 1 and "att" in module.lower() and not has_weights
+    if style := next((t.styles[module] for t in e.traces if module in t.styles), ""):
+        yield f"its entry in the tensor-parallel plan is {style}"
+    elif has_cp and isinstance(e, JobEvidence) and len(outputs) < len(holders):
+        yield (
+            "other cp ranks agree, so this rank misses some of their keys and values, or uses some "
+            "twice"
+        )
+    elif has_cp and any(t.events[first].differs_from_jump for t in e.traces if first in t.events):
+        yield (
+            "it is correct up to where a rank's positions jump: the attention to other ranks' "
+            "blocks is wrong, or a mask that is made from positions treats the jump as the start "
+            "of a document"
+        )
+
+
+def describe_event(event: str) -> str:
+    """What a module receives or returns, in words."""
+    call, _, argument = event.partition(" <- ")
+    name = call or "the model"
+    if not argument:
+        return f"the output of {name}"
+    return f"the input of {name}" if argument == "input" else f"the input {argument} of {name}"
+
+
+def outputs_agree(e: Evidence) -> bool:
+    """Whether outputs were recorded and all of them agree."""
+    return any(trace.modules for trace in e.traces) and not outputs_differ(e)
+
+
+def outputs_differ(e: Evidence, module: str | None = None) -> bool:
+    """Whether any recorded output, or that of this module, differs on any rank."""
+    if module is None:
+        return bool(wrong_outputs(e))
+    return any(trace.modules[module].wrong_calls for trace in e.traces if module in trace.modules)
+
+
+def wrong_outputs(e: Evidence) -> list[str]:
+    """The calls whose outputs differ, in forward order, without those that hold another part."""
+    wrong = {call for trace in e.traces for call, one in trace.events.items() if one.wrong_calls}
+    return [call for call in e.forward_order if call in wrong]
+
+
+def compared(e: Evidence) -> set[str]:
+    """The calls whose outputs are compared on some rank, and do not hold another part."""
+    calls = {call for trace in e.traces for call in trace.modules}
+    return calls - {call for t in e.traces for call, one in t.events.items() if one.is_other}
+
+
+def _not_compared(modules: Collection[str]) -> str:
+    names = [name or "the model" for name in sorted(modules)]
+    return f"not compared: {listed(names, 3)}"
+
+
+def _never_run(e: Evidence, before: Sequence[str]) -> list[str]:
+    """The modules before the first wrong output that no rank runs, each without its children."""
+    ran = {module_of(call) for trace in e.traces for call in trace.modules}
+    idle = {name for trace in e.traces for name in trace.idle} - ran
+    idle &= set(map(module_of, e.forward_order))
+    agrees = compared(e) - set(wrong_outputs(e))
+    return [
+        name
+        for name in dict.fromkeys(map(module_of, before))
+        if name in idle and not idle & set(around(name)) and not agrees & set(around(name))
+    ]
+
+
+def _moved_in_order(e: Evidence, first: str, outputs: Collection[int]) -> Iterator[str]:
+    """Whether a rank runs the first wrong module before or after another than one process does."""
+    if not isinstance(e, JobEvidence):
+        return
+    module, wrong = module_of(first), set(wrong_outputs(e))
+    for trace in e.traces:
+        if trace.rank not in outputs:
+            continue
+        place = {event: index for index, event in enumerate(trace.events)}
+        later = e.events[e.events.index(first) + 1 :]
+        earlier = [
+            call
+            for call in later
+            if call in wrong and call in place and place[call] < place[first]
+            if module not in (module_of(call), *around(module_of(call)))
+            if module_of(call) not in around(module)
+        ]
+        if earlier:
+            outer = [c for c in earlier if not set(earlier) & set(around(module_of(c)))]
+            yield (
+                f"{name_ranks([trace.rank], e.runs, range(len(e.runs)))}, {listed(outer, 3)} "
+                f"{'run' if len(outer) > 1 else 'runs'} before it, but after it on one process: "
+                "correct the order of the modules"
+            )
+            return
+
+
+def sums_of_output(e: Evidence, outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
+    """What is wrong with the output if it is right but for its bias, or summed over an axis."""
+    traces = [trace for trace in e.traces if trace.rank in outputs]
+    own = {None if (n := one.biases) is None else round(n, 6) for one in outputs.values()}
+    if own != {None} and len(own) == 1:
+        yield _biases(e, own.pop() or 0.0, "the output contains")
+        return
+    for axis in dict.fromkeys(axis for trace in traces for axis in trace.summed_output):
+        sums = [trace.summed_output.get(axis) for trace in traces]
+        if not all(one is not None and one.difference < EXPLAINED for one in sums):
+            continue
+        found = {trace.summed_biases.get(axis) for trace in traces}
+        number = found.pop() if len(found) == 1 else None
+        if number is not None and number > 1 + EXPLAINED:
+            yield _biases(
+                e,
+                number,
+                f"each rank's output is its share of a sum over {axis}, and the sum contains",
+            )
+        else:
+            yield (
+                f"summed over {axis}, the output is correct: it is a Partial that has not been "
+                f"reduced. Give the module an output layout that reduces it over {axis} "
+                "(Replicate() or Shard(...))"
+            )
+
+
+def _biases(e: Evidence, number: float, what: str) -> str:
+    same = e.factor(number) if number > 1 + EXPLAINED else ""
+    words = "no bias" if is_near(number + 1, 1.0) else f"the bias {number:g} times"
+    because = (
+        f" ({number:g} is {same}): each rank adds the whole bias before the sum. Add it once, "
+    )
+    because += "after the sum"
+    return f"{what} {words}, and is correct otherwise{because if same else ''}"
+
+
+def explain_missing(e: Evidence) -> Iterator[str]:
+    """Where the backward pass ends before it reaches all that the loss depends on."""
+    if not e.failed("gradient"):
+        return
+    cut = [event for event in e.events if _any(e, event, lambda one: one.is_cut_off)]
+    lost = [event for event in e.events if _any(e, event, lambda one: one.has_no_gradient)]
+    if not cut and not lost:
+        return
+    event = cut[0] if cut else lost[-1]
+    ranks = e.ranks_with(lambda t: event in t.events and t.events[event].has_no_gradient)
+    where = name_ranks(ranks, e.runs, e.ranks_with(lambda t: event in t.events))
+    if cut:
+        sources = listed([describe_event(source) for source in e.flow.get(event, ())], 3)
+        what = f"{describe_event(event)}{f', which is computed from {sources},' * bool(sources)} "
+        what += f"requires no gradient, {where}, but does on one process"
+        before = e.lines_before(event, ranks)
+    else:
+        readers = e.following.get(event, ())
+        shown = listed([describe_event(reader) for reader in readers], 3) or "the loss"
+        what = f"no gradient of {describe_event(event)} arrives from {shown}, {where}"
+        before = e.lines_before(readers[0], ranks) if readers else ""
+    yield (
+        f"the backward pass is cut off: {what}. Look for a tensor that is detached, or a "
+        f"collective that has no backward pass, in the code there{before}"
+    )
+
+
+def _any(e: Evidence, event: str, has: Callable[[ModuleOutput], bool]) -> bool:
+    return any(event in trace.events and has(trace.events[event]) for trace in e.traces)
+
+
+def explain_backward(e: Evidence) -> Iterator[str]:
+    """The first tensor in backward order whose gradient differs."""
+    if not e.failed("gradient"):
+        return
+    wrong = [
+        event
+        for event in e.events
+        if _any(e, event, lambda o: o.gradient is not None and o.gradient.error > 0)
+    ]
+    if not wrong:
+        return
+    # Partial gradients may be intended, until one is neither right nor a Partial.
+    partial = {event: axis for event in wrong if (axis := _partial_over(e, event))}
+    rest = [event for event in wrong if event not in partial]
+    last = (rest or wrong)[-1 if rest else 0]
+    if not rest and not e.following.get(wrong[-1]):
+        last = wrong[-1]
+    found = {
+        trace.rank: own
+        for trace in e.traces
+        if last in trace.events and (own := trace.events[last].gradient) and own.error > 0
+    }
+    where = name_ranks(found, e.runs, e.ranks_with(lambda t: last in t.events))
+    following = e.following.get(last, ())
+    from_partial = [other for other in following if other in partial]
+    after = _next_compared(e, last)
+    shown = listed([describe_event(reader) for reader in from_partial or after], 3)
+    start = f"in the backward pass, the gradient of {describe_event(last)} is the first that "
+    start += f"differs, {where}"
+    how = ""
+    if not following:
+        place = "The loss reads it, so the backward pass of the loss itself is wrong"
+        if last in partial:
+            place += f": its sum over {partial[last]} is correct, so it is still Partial. "
+            place += f"All-reduce it over {partial[last]} in that backward pass"
+    elif from_partial:
+        axis = partial[from_partial[0]]
+        place = (
+            f"The gradient of {shown} is correct after a sum over {axis}: it is still Partial over "
+            f"{axis}. All-reduce it over {axis} between the two, in the backward pass"
+        )
+    elif last in partial:
+        before = listed([describe_event(source) for source in e.flow.get(last, ())], 3)
+        place = f"It is correct after a sum over {partial[last]}: it is still Partial over "
+        place += f"{partial[last]}. All-reduce it over {partial[last]} there"
+        place += f", or on the way back to {before}" if before else ""
+    elif after and is_input(last):
+        place = f"{module_of(last) or 'The model'} returns it, from a gradient of {shown} that "
+        place += "agrees"
+        if isinstance(e, JobEvidence) and e.dims.degrees.get("tp", 1) > 1:
+            place += ". If it gathers its input over tp, each rank has only its share of that "
+            place += "gradient: sum it over tp"
+    elif after:
+        place = f"The error is between it and {shown}, whose gradient agrees"
+    else:
+        place = "The code that reads it returns a wrong gradient"
+    factor, left = pooled(list(found.values()))
+    if left < EXPLAINED and not is_near(factor, 1.0):
+        same = e.factor(factor)
+        how = f"It is {factor:.6g} times as large as on one process"
+        how += f" ({factor:.6g} is {same})" if same else ""
+    lines = e.lines_before(last, list(found), is_backward=True)
+    yield ". ".join(filter(None, [start, place, how, f"The code there{lines}" if lines else ""]))
+
+
+def _partial_over(e: Evidence, event: str) -> str:
+    """The axis over which the sum of a wrong gradient is right; "" for none."""
+    sums = [t.summed_backward[event] for t in e.traces if event in t.summed_backward]
+    for axis in e.dims.degrees:
+        own = [of_rank[axis] for of_rank in sums if axis in of_rank]
+        if own and all(one.difference < EXPLAINED for one in own):
+            return axis
+    return ""
+
+
+def _next_compared(e: Evidence, event: str) -> list[str]:
+    """The tensors with a gradient that are computed next from an event, in forward order."""
+    known = {name for t in e.traces for name, one in t.events.items() if one.gradient is not None}
+    following = e.following
+    stack, seen = [event], set[str]()
+    while stack:
+        for other in following.get(stack.pop(), ()):
+            if other not in seen:
+                seen.add(other)
+                stack += [] if other in known else [other]
+    return [other for other in e.events if other in seen & known]

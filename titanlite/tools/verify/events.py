@@ -1,0 +1,405 @@
+"""On a rank: records what every module receives and returns in a step, and the gradients of both.
+
+It is the only recorder: of jobs and of other code, of the model on one process and of ranks.
+
+The input of a module is aliased, so that its gradient is that which this module alone returns: the
+gradient of the tensor itself also has what other readers return. Errors of the code between modules
+then show up between the output of one and the input of the next.
+
+On one process the graph of the backward pass says which of these tensors each is computed from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import linecache
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.pipelining import stage
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titanlite.modules.shards import local_part
+from titanlite.tools.verify.agreement import agreement, is_pending
+from titanlite.tools.verify.program.values import Values
+from titanlite.tools.verify.record import is_input, module_of, name_call, name_input
+
+PACKAGE = Path(__file__).parents[2]
+# Code of torch and Python, and what comes from no file, is never the caller's.
+OF_PYTHON = ("<", *(str(Path(m.__file__ or "").parent) for m in (torch, contextlib)))
+FOREIGN = (*OF_PYTHON, str(PACKAGE))
+"""Code in these folders is not that of a caller of titanlite."""
+
+
+class Events:
+    """The tensors of one step, of a training step unless `is_training` is false."""
+
+    def __init__(self, *, finds_flow: bool = False, is_training: bool = True) -> None:
+        self.first: dict[str, list[Tensor]] = defaultdict(list)
+        """What modules receive (`name_input`) and return (`name_call`) in the forward pass."""
+        self.again: dict[str, list[Tensor]] = defaultdict(list)
+        """Module -> what it returns when it is recomputed."""
+        self.gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        """Name in `first` -> index in its list there -> gradient of that tensor."""
+        self.pending_inputs: dict[str, None] = {}
+        self.num_runs: dict[str, int] = {}
+        """Every module that is watched -> how often it ran."""
+        self.at_start: Callable[[], None] | None = None
+        """Called before the first forward pass."""
+        self.accumulated: Counter[str] = Counter()
+        """Parameter -> how often a backward pass adds to its gradient."""
+        self.flow: dict[str, dict[str, None]] = {}
+        """For each tensor, those that it is computed from directly, if that is looked for."""
+        self.requires_grad: dict[str, bool] = {}
+        self.shapes: dict[str, torch.Size] = {}
+        """Of the whole, for DTensors."""
+        self.arrived: set[str] = set()
+        """The tensors of which some gradient arrives."""
+        self.lines: dict[str, tuple[str, ...]] = {}
+        self.lines_backward: dict[str, tuple[str, ...]] = {}
+        """The lines of the caller's code that ran just before a tensor, or its gradient."""
+        self.values = Values()
+        self.finds_flow, self.is_training = finds_flow, is_training
+        self._nodes: dict[Any, str] = {}
+        self._without_gradient: dict[str, list[str]] = {}
+        self._calls: list[str] = []
+        self._is_left_out = False
+        self._is_own = False
+        self._now: dict[str, None] = {}
+
+    def enter(
+        self, module: nn.Module, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Keep what a call receives; returns its arguments with aliases in place of tensors."""
+        is_again = torch._C._current_graph_task_id() != -1
+        if not is_again:
+            self._calls.append(call)
+            if len(self._calls) == 1:
+                # A forward pass without gradients, such as a validation, is no part of training.
+                is_other = not torch.is_grad_enabled() or _infers_shapes()
+                self._is_left_out = self.is_training and is_other
+                if self.at_start is not None and not self._is_left_out:
+                    with self._own_code():
+                        self.at_start()
+                    self.at_start = None
+            if self._is_left_out:
+                return None
+        with self._own_code():
+            aliases: dict[int, Tensor] = {}
+            for argument, value in tensors_of(module, args, kwargs):
+                read = torch.ops.aten.alias(value) if _can_be_aliased(value) else value
+                if read is not value:
+                    aliases[id(value)] = read
+                    self.values.follow(value, read)
+                if not is_again and not is_pending(value):
+                    event = name_input(call, argument)
+                    if not value.requires_grad:
+                        self._without_gradient.setdefault(call, []).append(event)
+                    self._note(event, value, read)
+        if not aliases:
+            return None
+        return (
+            tuple(aliases.get(id(value), value) for value in args),
+            {name: aliases.get(id(value), value) for name, value in kwargs.items()},
+        )
+
+    def leave(self, name: str, output: Any, num_calls: Counter[str]) -> None:
+        """Keep what a call returns; `num_calls` counts each module's in this forward pass."""
+        self.num_runs[name] += 1
+        is_again = torch._C._current_graph_task_id() != -1
+        if not is_again:
+            self._calls.pop()
+            if self._is_left_out:
+                return
+        value = tensor_of(output)
+        if value is None or is_pending(value):
+            # DTensor reduces a Partial where it is used: its local part equals nothing.
+            num_calls[name] += not is_again
+            return
+        with self._own_code():
+            if is_again:
+                self.again[name].append(local_part(value.detach()).detach().cpu().clone())
+                return
+            num_calls[name] += 1
+            call = name_call(name, num_calls[name])
+            self._note(call, value, value)
+            if self.finds_flow:
+                self.flow[call] |= dict.fromkeys(self._without_gradient.get(call, ()))
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """The watched modules that never ran."""
+        return tuple(name for name, number in self.num_runs.items() if not number)
+
+    def gradients_of(self, event: str) -> list[Tensor] | None:
+        """The gradients of a tensor in the order of its calls; None if one is missing."""
+        found = self.gradients.get(event, {})
+        count = len(self.first[event])
+        return [found[i] for i in range(count)] if len(found) == count else None
+
+    def recomputed_difference(self, name: str) -> float:
+        """The largest difference of a recomputed output from the closest forward output.
+
+        The schedule may recompute microbatches in another order, so calls are not paired by index.
+        """
+        worst = 0.0
+        forward = [
+            tensor
+            for event, tensors in self.first.items()
+            if module_of(event) == name and not is_input(event)
+            for tensor in tensors
+        ]
+        for again in self.again.get(name, ()):
+            same = [first for first in forward if first.shape == again.shape]
+            if same:
+                worst = max(worst, min(agreement(again, f, f).difference for f in same))
+        return worst
+
+    def up_to(self, most_bytes: int) -> tuple[dict[str, list[Tensor]], int]:
+        """The tensors of the forward pass that fit into `most_bytes`, and how many do not."""
+        kept, num_bytes = {}, 0
+        for event, tensors in self.first.items():
+            num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            if num_bytes <= most_bytes:
+                kept[event] = tensors
+        return kept, len(self.first) - len(kept)
+
+    def _note(self, event: str, value: Tensor, read: Tensor) -> None:
+        place = len(self.first[event])
+        self.first[event].append(local_part(value.detach()).detach().cpu().clone())
+        self.requires_grad[event] = value.requires_grad
+        if isinstance(value, DTensor):
+            self.shapes[event] = value.shape
+        self._keep_lines(self.lines, event)
+        if self.finds_flow:
+            self.flow.setdefault(event, {}).update(dict.fromkeys(self._sources(value)))
+            if read.grad_fn is not None:
+                self._nodes[read.grad_fn] = event
+        if not read.requires_grad:
+            return
+        if read is value and is_input(event):
+            # The gradient of the tensor also has what its other readers return.
+            self.arrived.add(event)
+            return
+
+        def keep_gradient(gradient: Tensor) -> None:
+            with self._own_code():
+                self.arrived.add(event)
+                self._keep_lines(self.lines_backward, event)
+                if not is_pending(gradient):
+                    own = local_part(gradient.detach()).detach().cpu().clone()
+                    self.gradients[event][place] = own
+
+        read.register_hook(keep_gradient)
+
+    def _sources(self, value: Tensor) -> Iterator[str]:
+        """The recorded tensors from which the graph computes a tensor directly."""
+        stack, seen = [value.grad_fn], set()
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in self._nodes:
+                yield self._nodes[node]
+            else:
+                stack += [before for before, _ in node.next_functions]
+
+    @contextlib.contextmanager
+    def _own_code(self) -> Iterator[None]:
+        before, self._is_own = self._is_own, True
+        try:
+            yield
+        finally:
+            self._is_own = before
+
+    def _keep_lines(self, lines: dict[str, tuple[str, ...]], event: str) -> None:
+        if self._now:
+            lines.setdefault(event, tuple(self._now))
+            self._now.clear()
+
+    def note_line(self, foreign: tuple[str, ...]) -> str:
+        """Note the line outside the folders `foreign` that runs an operator, and return it.
+
+        What is recomputed runs in the backward pass, but is not its code.
+        """
+        is_again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        line = "" if self._is_own or is_again else _line_of_caller(foreign)
+        if line:
+            self._now[line] = None
+        return line
+
+    def note_value(self, line: str, operator: Any, given: Any, result: Any) -> None:
+        """Keep what an operator of the forward pass returns."""
+        is_forward = torch._C._current_graph_task_id() == -1
+        if is_forward and not (self._calls and self._is_left_out):
+            self.values.note(self._calls, line, operator, given, result)
+
+
+class Watch(TorchDispatchMode):
+    """Notes the line of the caller's code, outside the folders `foreign`, at every operator, and
+    what it returns.
+    """
+
+    def __init__(self, kept: Events, foreign: tuple[str, ...] = FOREIGN) -> None:
+        super().__init__()
+        self.kept, self.foreign = kept, foreign
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        line = self.kept.note_line(self.foreign)
+        result = func(*args, **(kwargs or {}))
+        if line:
+            self.kept.note_value(line, func, (args, kwargs), result)
+        return result
+
+
+@contextlib.contextmanager
+def recorded(
+    parts: Sequence[nn.Module],
+    is_whole: Sequence[bool],
+    name_of: Callable[[nn.Module, str], str],
+    kept: Events,
+    *,
+    before_hooks: bool = False,
+) -> Iterator[Events]:
+    """Inside, `kept` records every module of the parts of a model, by the name that `name_of` gives
+    from a part and a name in it.
+
+    A part itself is recorded only if `is_whole`: if its output is that of the model. With
+    `before_hooks`, inputs are seen as the caller gives them, before other hooks have changed them.
+    """
+    hooks: list[Any] = []
+    for index, part in enumerate(parts):
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad:
+                known = name_of(part, name)
+                hooks.append(
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda _, name=known: kept.accumulated.update([name])
+                    )
+                )
+        # A module and its wrappers share a canonical name; the innermost comes last and is kept.
+        named = {name_of(part, name): module for name, module in _hookable(part)}
+        if not is_whole[index]:
+            named.pop(name_of(part, ""), None)
+        num_calls: Counter[str] = Counter()
+        kept.num_runs |= dict.fromkeys(named, 0)
+        for name, module in named.items():
+            hooks.append(
+                module.register_forward_pre_hook(
+                    lambda module, args, kwargs, name=name, calls=num_calls: kept.enter(
+                        module, name_call(name, calls[name] + 1), args, kwargs
+                    ),
+                    with_kwargs=True,
+                    prepend=before_hooks,
+                )
+            )
+            hooks.append(
+                module.register_forward_hook(
+                    lambda module, args, output, name=name, calls=num_calls: kept.leave(
+                        name, output, calls
+                    )
+                )
+            )
+            if isinstance(module, OptimizedModule):
+                hooks.append(
+                    module.register_forward_pre_hook(
+                        lambda module, args, name=name: _note_pending(kept, name, args)
+                    )
+                )
+        hooks.append(
+            part.register_forward_pre_hook(lambda *_, calls=num_calls: calls.clear(), prepend=True)
+        )
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _hookable(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that can have hooks; those inside a compiled module are part of its graph.
+
+    An Identity is none: it gives what it receives, and may stand for a module of another stage.
+    """
+    compiled: list[str] = []
+    for name, module in part.named_modules():
+        is_inside = any(name.startswith(prefix) for prefix in compiled)
+        if not is_inside and not (name and isinstance(module, nn.Identity)):
+            yield name, module
+            if isinstance(module, OptimizedModule):
+                compiled.append(f"{name}." if name else "")
+
+
+def tensor_of(output: Any) -> Tensor | None:
+    """The tensor in a module's output that is compared: the first, of a mapping or a tuple."""
+    if isinstance(output, Mapping):
+        output = next((v for v in output.values() if isinstance(v, Tensor) and v.ndim), None)
+    if isinstance(output, tuple | list) and output:
+        output = output[0]
+    return output if isinstance(output, Tensor) else None
+
+
+def _note_pending(kept: Events, name: str, args: tuple[Any, ...]) -> None:
+    if any(isinstance(value, AsyncCollectiveTensor) for value in args):
+        kept.pending_inputs[name] = None
+
+
+def tensors_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a call passes, by the name of the argument, without a suffix for its shape.
+
+    What a plan puts in the place of a module, or of its forward, may name it otherwise.
+    """
+    forward: Any = module.forward
+    if "forward" in vars(module) and not isinstance(module, OptimizedModule):
+        forward = MethodType(type(module).forward, module)
+    with contextlib.suppress(TypeError, ValueError):
+        given = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
+        short = {name: re.sub("_[A-Z]+$", "", name) for name in given}
+        is_clear = len(set(short.values())) == len(short)
+        for name, value in given.items():
+            if isinstance(value, Tensor) and value.numel():
+                yield (short[name] if is_clear else name), value
+
+
+def _can_be_aliased(value: Tensor) -> bool:
+    """Whether an alias has a gradient of its own, and nothing is lost."""
+    if not value.requires_grad or not torch.is_grad_enabled():
+        return False
+    return type(value) is DTensor or (type(value) is Tensor and not value.__dict__)
+
+
+def _infers_shapes() -> bool:
+    """Whether torch's PipelineStage calls the module on memory without values, to learn shapes."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == stage.__file__ and "inference" in code.co_name:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _line_of_caller(foreign: tuple[str, ...]) -> str:
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(foreign):
+            text, path = linecache.getline(file, frame.f_lineno).strip(), Path(file)
+            shown = path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path.name
+            return f"{shown}:{frame.f_lineno} ({text})" if text else ""
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

@@ -1,0 +1,211 @@
+"""On a rank: finds the first line of the caller's code that computes something else than on one
+process.
+
+A line is found on both sides if both run the same code, as the same loss function or module does.
+A value that is a rank's own share is right after a reduction over an axis. A wrong value is
+harmless if all that is computed from it next is right.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.tools.verify.agreement import agreement
+from titanlite.tools.verify.evidence import EXPLAINED
+from titanlite.tools.verify.program.code_trace import CodeTracer
+from titanlite.tools.verify.program.values import Place, Values, values_file
+from titanlite.tools.verify.record import WrongLine
+from titanlite.tools.verify.tracing import gathered, sum_over_axes
+
+# No more values are reduced.
+MOST_REDUCED = 48
+
+Pair = tuple[Tensor, Tensor, tuple[int, int]]
+"""A value, that of one process, and which of how many microbatches it is of."""
+
+
+def first_wrong_line(
+    tracer: CodeTracer, values: Values, folder: str, num_microbatches: int
+) -> WrongLine | None:
+    """The first value that is wrong on some rank, compared with those that the reference has saved
+    in `folder`; every rank of the world must call this.
+    """
+    pairs = _pairs(values, folder, num_microbatches)
+    states = {
+        values.places[number]: state
+        for number, pair in pairs.items()
+        if (state := _state(tracer, *pair)) is not None
+    }
+    wrong: dict[Place, None] = {}
+    for of_rank in gathered([place for place, state in states.items() if state != "right"]):
+        wrong |= dict.fromkeys(of_rank)
+    some = list(wrong)[:MOST_REDUCED]
+    found = {values.places[number]: pair[:2] for number, pair in pairs.items()}
+    shares = _shares(tracer, {place: found[place] for place in some if place in found}, some)
+    parts = {
+        n for n, (own, whole, share) in pairs.items() if own.numel() * share[1] < whole.numel()
+    }
+    return _Search(values, states, wrong, shares, parts).first()
+
+
+def _pairs(values: Values, folder: str, num_microbatches: int) -> dict[int, Pair]:
+    """The values that have a counterpart, by number."""
+    known = torch.load(values_file(folder), mmap=True, weights_only=True)
+    pairs = {}
+    for number, (key, index) in enumerate(values.places):
+        own, others, all_own = values.tensors[number], known.get(key, ()), len(values.of[key])
+        if (
+            own is None
+            or not others
+            or all_own not in (len(others), num_microbatches * len(others))
+        ):
+            continue
+        microbatch, place = divmod(index, len(others))
+        whole = others[place]
+        if whole is not None and whole.dtype == own.dtype and own.numel() and whole.numel():
+            pairs[number] = own, whole, (microbatch, all_own // len(others))
+    return pairs
+
+
+def _state(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int]) -> str | None:
+    """ "right", "moved" for rows in another order, or "wrong"; None if that cannot be said."""
+    if not own.ndim or not whole.ndim:
+        if own.shape != whole.shape or share != (0, 1):
+            return None
+        is_right = agreement(own, whole, whole).difference <= tracer.tolerance
+        return "right" if is_right else "wrong"
+    is_any = False
+    for select in tracer.ways(own, whole, share):
+        is_any = True
+        if agreement(own, select(whole), whole).difference <= tracer.tolerance:
+            return "right"
+    is_moved = tracer.finds_moved(own, whole, share)
+    if is_moved is None:
+        return None
+    return "moved" if is_moved else "wrong" if is_any else None
+
+
+def _shares(
+    tracer: CodeTracer, pairs: Mapping[Place, tuple[Tensor, Tensor]], wrong: Sequence[Place]
+) -> dict[Place, tuple[str, str]]:
+    """The wrong values that are right after a reduction over an axis, with both."""
+    shapes = gathered(
+        {
+            place: tuple(own.shape)
+            for place, (own, whole) in pairs.items()
+            if own.dtype != torch.bool and own.shape == whole.shape
+        }
+    )
+    num_rows = gathered(0 if tracer.where is None else len(tracer.where.rows))
+    shares: dict[Place, tuple[str, str]] = {}
+    for place in wrong:
+        of_ranks = [of_rank.get(place) for of_rank in shapes]
+
+        def scaled(factor: int, place: Place = place) -> Tensor:
+            return pairs[place][0].double() * factor
+
+        sums, lowest, highest = (
+            sum_over_axes(tracer.subject, of_ranks, lambda: scaled(1), operator)
+            for operator in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+        )
+        # A mean over rows, of which ranks may have different numbers.
+        by_rows = sum_over_axes(tracer.subject, of_ranks, lambda: scaled(num_rows[tracer.rank]))
+        for axis, total in sums.items():
+            ranks = dist.get_process_group_ranks(tracer.subject.groups[axis])
+            rows = sum(num_rows[rank] for rank in ranks)
+            ways = {
+                "sum": total,
+                "mean": total / len(ranks),
+                "mean, weighted by the number of rows,": by_rows[axis] / max(1, rows),
+                "minimum": lowest[axis],
+                "maximum": highest[axis],
+            }
+            whole = pairs[place][1].double()
+            for way, reduced in ways.items():
+                if agreement(reduced, whole, whole).difference < EXPLAINED:
+                    shares.setdefault(place, (way, axis))
+    return shares
+
+
+@dataclass
+class _Search:
+    """Values with their states, and those that are wrong on some rank."""
+
+    values: Values
+    states: Mapping[Place, str]
+    wrong: Mapping[Place, None]
+    shares: Mapping[Place, tuple[str, str]]
+    parts: Collection[int]
+    """The values of which this rank has only a part."""
+
+    def first(self) -> WrongLine | None:
+        """The first wrong value that is no share, and is not harmless."""
+        harmless = self._harmless()
+        for number, place in enumerate(self.values.places):
+            if place not in self.wrong or place in self.shares or harmless[number]:
+                continue
+            found = WrongLine(place[0][0], place[0][1], self.states.get(place) == "moved")
+            sources, between = self._sources(number)
+            found.only_here = tuple(line for line in between if line != found.line)
+            found.is_of_part = self.values.mixes[number] and any(
+                source in self.parts and self.values.places[source] not in self.wrong
+                for source in sources
+            )
+            shares = [s for s in sources if self._is_open_share(s, harmless)]
+            elsewhere = [s for s in shares if self.values.places[s][0][1] != found.line]
+            share = next(iter(elsewhere or shares), None)
+            while share is not None:
+                # The first of a chain of shares is where the reduction belongs.
+                before = self.values.places[share]
+                found.source = before[0][1]
+                found.way, found.axis = self.shares[before]
+                found.mixed = self._other_way(shares, found.way)
+                sources, _ = self._sources(share)
+                share = next((s for s in sources if self._is_open_share(s, harmless)), None)
+            return found
+        return None
+
+    def _other_way(self, shares: Sequence[int], way: str) -> tuple[str, str] | None:
+        """The line and the way of a share that is reduced in another way."""
+        for number in shares:
+            place = self.values.places[number]
+            if self.shares[place][0] != way:
+                return place[0][1], self.shares[place][0]
+        return None
+
+    def _is_open_share(self, number: int, harmless: Mapping[int, bool]) -> bool:
+        place = self.values.places[number]
+        return place in self.wrong and place in self.shares and not harmless[number]
+
+    def _harmless(self) -> dict[int, bool]:
+        readers: dict[int, list[int]] = defaultdict(list)
+        for number, own in enumerate(self.values.sources):
+            for source in own:
+                readers[source].append(number)
+        harmless: dict[int, bool] = {}
+        for number in reversed(range(len(self.values.places))):
+            place, after = self.values.places[number], readers[number]
+            is_right = place in self.states and place not in self.wrong
+            harmless[number] = is_right or (bool(after) and all(harmless[r] for r in after))
+        return harmless
+
+    def _sources(self, number: int) -> tuple[list[int], list[str]]:
+        """The nearest values with a counterpart from which one is computed, and lines between."""
+        found, stack, seen = [], list(self.values.sources[number]), set[int]()
+        while stack:
+            source = stack.pop()
+            if source in seen:
+                continue
+            seen.add(source)
+            if self.values.places[source] in self.states:
+                found.append(source)
+            else:
+                stack += self.values.sources[source]
+        between = (self.values.places[s][0][1] for s in sorted(seen - set(found)))
+        return found, list(dict.fromkeys(between))

@@ -1,0 +1,94 @@
+"""What happened to weights that are wrong, though the gradients are right.
+
+fingerprint      on a rank: are the weights those of the step before?
+save_update      on a rank: its parts of the wrong weights, before and after the step
+judge_updates    on one process: how often the reference's update that is, and whether it is that of
+                 a shard, taken for the whole tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlite import pickles
+from titanlite.modules.shards import local_part
+from titanlite.ranks.world import World
+from titanlite.tools.verify.agreement import agreement
+from titanlite.tools.verify.program.building import in_dtype, make_optimizer
+from titanlite.tools.verify.program.request import Request
+from titanlite.tools.verify.record import Agreement, Update
+from titanlite.tools.verify.step_files import load
+from titanlite.tools.verify.subject import HeldParts, dense
+
+# Larger weights are not looked at.
+MOST_ELEMENTS = 1 << 24
+
+
+def fingerprint(held: HeldParts) -> dict[str, tuple[float, float]]:
+    """Two numbers for this rank's part of each weight, by which a change is seen."""
+    found = {}
+    for name, one in held.items():
+        own = local_part(one.parameter.detach()).double()
+        found[name] = own.sum().item(), own.square().sum().item()
+    return found
+
+
+def save_update(path: Path, held: HeldParts, wrong: Sequence[str], folder: str, step: int) -> str:
+    """Save this rank's parts of wrong weights for `judge_updates`; returns the file."""
+    before, after = load(folder, step - 1)["weights"], load(folder, step)["weights"]
+    parts: dict[str, tuple[Tensor, ...]] = {}
+    num_elements = 0
+    for name in sorted(wrong, key=lambda name: held[name].shape.numel()):
+        one, gradient = held[name], held[name].parameter.grad
+        num_elements += one.shape.numel()
+        if num_elements > MOST_ELEMENTS:
+            break
+        if gradient is not None:
+            own = local_part(one.parameter.detach()), dense(local_part(gradient.detach()))
+            parts[name] = (
+                one.part_of(before[name]).clone(),
+                one.part_of(after[name]).clone(),
+                *(tensor.cpu().clone() for tensor in own),
+            )
+    torch.save(parts, path)
+    return str(path)
+
+
+def judge_updates(
+    world: World, packed: bytes, step: int, files: Sequence[str]
+) -> list[dict[str, Update]]:
+    """For each rank's file its wrong weights, and what the step did to them."""
+    request: Request = pickles.loads(packed)
+    with in_dtype(request.dtype):
+        return [_judge(request, step, torch.load(file, weights_only=True)) for file in files]
+
+
+def _judge(
+    request: Request, step: int, parts: Mapping[str, tuple[Tensor, ...]]
+) -> dict[str, Update]:
+    alone: dict[str, Any] = {}
+    if step == 1:
+        # Later the optimizer has a state, too.
+        alone = {name: nn.Parameter(before.clone()) for name, (before, *_) in parts.items()}
+        for name, (*_, gradient) in parts.items():
+            if gradient.shape == alone[name].shape:
+                alone[name].grad = gradient.to(alone[name].dtype)
+        if alone:
+            make_optimizer(request, list(alone.values())).step()
+    found = {}
+    for name, (before, known, own, _) in parts.items():
+        if own.shape == before.shape:
+            fit = agreement(own - before, known - before, known - before)
+            is_alone = name in alone and _same(own, alone[name].detach(), known)
+            found[name] = Update(fit, is_alone, agreement(own - known, before, before))
+    return found
+
+
+def _same(own: Tensor, other: Tensor, known: Tensor) -> bool:
+    found: Agreement = agreement(own, other, known)
+    return found.difference < 1e-9
