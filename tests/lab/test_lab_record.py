@@ -1,8 +1,5 @@
 """The record of a run: messages, collectives, steps, and mistakes that name both sides."""
 
-# Tables with a case on each line.
-# ruff: noqa: E501
-
 import time
 
 import pytest
@@ -186,7 +183,6 @@ def unreceived(device):
 
 
 HERE = r"at test_lab_record\.py:\d+"
-# fmt: off
 MISTAKES = {
     wait_for_nothing: ("deadlock", 0, f"waits {HERE} for 4 bytes from rank 1, which has ended"),
     send_before_receiving: (
@@ -195,23 +191,51 @@ MISTAKES = {
         f"is in a deadlock, 0 -> 1 -> 2 -> 0: .* rank 1 waits {HERE} until its 8 bytes "
         r"\(float32 \(2,\)\) are received by rank 2; .* send with isend",
     ),
-    receive_before_sending: ("deadlock", 0, f"0 -> 2 -> 1 -> 0: .* rank 0 waits {HERE} for 8 bytes from rank 2; .* one of them must send before it receives"),
-    receive_more: ("size", 1, rf"waits {HERE} for 20 bytes \(float32 \(5,\)\) from rank 2, which sent 16 "),
+    receive_before_sending: (
+        "deadlock",
+        0,
+        f"0 -> 2 -> 1 -> 0: .* rank 0 waits {HERE} for 8 bytes from rank 2; .* one of them must "
+        "send before it receives",
+    ),
+    receive_more: (
+        "size",
+        1,
+        rf"waits {HERE} for 20 bytes \(float32 \(5,\)\) from rank 2, which sent 16 ",
+    ),
     receive_less: ("size", 1, rf"waits {HERE} for 12 bytes .* from rank 2, which sent 16 "),
-    receive_integers: ("dtype", 1, rf"for int32 \(4,\) from rank 2, which sent float32 \(4,\) {HERE}: the dtypes differ"),
+    receive_integers: (
+        "dtype",
+        1,
+        rf"for int32 \(4,\) from rank 2, which sent float32 \(4,\) {HERE}: the dtypes differ",
+    ),
     unequal_shapes: (
         "collectives",
         1,
         rf"calls all_reduce 3 {HERE} with float32 \(5,\), rank [02] with float32 \(4,\); the shape "
         rf"must .*; rank \d waits in all_reduce 3 {HERE} for (20|16) bytes .* which sent (16|20) ",
     ),
-    other_order: ("collectives", 2, f"calls broadcast 0 {HERE} where rank [01] calls all_reduce 0 {HERE}; .* same order"),
-    unequal_dtypes_in_torch: ("collectives", 1, r"with float64 \(4,\), rank [02] with float32 \(4,\); the dtype must"),
+    other_order: (
+        "collectives",
+        2,
+        f"calls broadcast 0 {HERE} where rank [01] calls all_reduce 0 {HERE}; .* same order",
+    ),
+    unequal_dtypes_in_torch: (
+        "collectives",
+        1,
+        r"with float64 \(4,\), rank [02] with float32 \(4,\); the dtype must",
+    ),
     missing_in_torch: ("deadlock", None, f"waits in all_reduce 0 {HERE} for .*1(,|;).* has ended"),
-    crossed: ("deadlock", None, f"(0 -> 1 -> 0|1 -> 2 -> 1): .* rank 1 waits in barrier 0 {HERE} for ranks 0, 2"),
-    unreceived: ("unreceived", 0, rf"sent 1 message to rank 2, which received 0: nothing receives 4 bytes .* {HERE}"),
+    crossed: (
+        "deadlock",
+        None,
+        f"(0 -> 1 -> 0|1 -> 2 -> 1): .* rank 1 waits in barrier 0 {HERE} for ranks 0, 2",
+    ),
+    unreceived: (
+        "unreceived",
+        0,
+        rf"sent 1 message to rank 2, which received 0: nothing receives 4 bytes .* {HERE}",
+    ),
 }
-# fmt: on
 
 
 class TestMistakes:

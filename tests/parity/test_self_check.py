@@ -1,5 +1,7 @@
 """A run compares the copies of a tensor that must be equal, and stops if one of them differs."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,7 @@ def warnings_of_rounding(world: World, job_config: JobConfig) -> tuple[str, str]
             job.buffers["offset"].mul_(factor)
         # As on a GPU: this machine has none.
         prints = module._fingerprints(job, is_exact=False)
+        group = job.meshes.world["tp"].get_group()
         names = module._compare(job, "tp", prints, is_exact=False)
         differing = module._everyones(job, [("tp", names)] if names else [], prints)
         found.append(module._explain(job, differing, "later", False) if differing else "")

@@ -1,8 +1,5 @@
 """Features that the notebook's simulator does not have (costs, orders, limits), and bad input."""
 
-# Tables with a case on each line.
-# ruff: noqa: E501
-
 import itertools
 import json
 import math
@@ -401,53 +398,138 @@ def one(**options):
     return lambda: simulate(1, 1, 1, pipeline, **options)
 
 
-# fmt: off
 BAD = {
-    "worker out of range": (lambda: simulate(2, 3, 1, pipeline), "pipeline puts f2.0 on compute worker 2; workers are 0 to 1"),
-    "weight worker out of range": (two(lambda w: (0, -1), title="mine"), "mine puts f0.0 on weight worker -1"),
+    "worker out of range": (
+        lambda: simulate(2, 3, 1, pipeline),
+        "pipeline puts f2.0 on compute worker 2; workers are 0 to 1",
+    ),
+    "weight worker out of range": (
+        two(lambda w: (0, -1), title="mine"),
+        "mine puts f0.0 on weight worker -1",
+    ),
     "no workers": (lambda: simulate(0, 2, 1, pipeline), "num_workers is 0"),
     "half a batch": (lambda: simulate(2, 2, 1.5, pipeline), "num_batches is 1.5"),
     "strategy raises": (two(raises), "raises raises KeyError for f1.0"),
-    "strategy returns one": (two(lambda w: w.stage, title="mine"), "mine returns 0 for f0.0; it must return ComputeAndWeightWorkers"),
-    "negative duration": (two(pipeline, costs=Costs(forward=[1, -1])), "forward of stage 1 is -1; it must not be negative"),
-    "not a number": (two(pipeline, costs=Costs(backward=float("nan"))), "costs: backward is nan; it must be a finite number"),
-    "backward is 1e308": (two(costs=Costs(backward=[1e308, 1])), r"costs: backward of stage 0 is 1e\+308; it must be 0 or between 1e-100 and 1e100"),
-    "a Decimal of millions of digits": (two(costs=Costs(forward=Decimal("1e999999999"))), "costs: forward is Decimal.*; it must be 0 or between"),
-    "both costs 0": (two(costs=Costs(forward=0, backward=[0, 0.0])), "costs: forward and backward are both 0"),
-    "duration that raises": (two(costs=Costs(forward=lambda stage: 1 / stage)), "costs: forward raises ZeroDivisionError for stage 0: division by zero"),
-    "duration that changes": (two(costs=Costs(backward=changing(1, 2, 3))), "costs: backward of stage 0 is first 1 and then 2"),
-    "activations of nan": (lambda: Costs(activation_units=math.nan), "costs: activation_units is nan; it must be a finite number"),
+    "strategy returns one": (
+        two(lambda w: w.stage, title="mine"),
+        "mine returns 0 for f0.0; it must return ComputeAndWeightWorkers",
+    ),
+    "negative duration": (
+        two(pipeline, costs=Costs(forward=[1, -1])),
+        "forward of stage 1 is -1; it must not be negative",
+    ),
+    "not a number": (
+        two(pipeline, costs=Costs(backward=float("nan"))),
+        "costs: backward is nan; it must be a finite number",
+    ),
+    "backward is 1e308": (
+        two(costs=Costs(backward=[1e308, 1])),
+        r"costs: backward of stage 0 is 1e\+308; it must be 0 or between 1e-100 and 1e100",
+    ),
+    "a Decimal of millions of digits": (
+        two(costs=Costs(forward=Decimal("1e999999999"))),
+        "costs: forward is Decimal.*; it must be 0 or between",
+    ),
+    "both costs 0": (
+        two(costs=Costs(forward=0, backward=[0, 0.0])),
+        "costs: forward and backward are both 0",
+    ),
+    "duration that raises": (
+        two(costs=Costs(forward=lambda stage: 1 / stage)),
+        "costs: forward raises ZeroDivisionError for stage 0: division by zero",
+    ),
+    "duration that changes": (
+        two(costs=Costs(backward=changing(1, 2, 3))),
+        "costs: backward of stage 0 is first 1 and then 2",
+    ),
+    "activations of nan": (
+        lambda: Costs(activation_units=math.nan),
+        "costs: activation_units is nan; it must be a finite number",
+    ),
     "half a prefetch": (lambda: Costs(prefetch=0.5), "prefetch is 0.5; it must be an integer"),
     "network of another kind": (lambda: Costs(network=Link(1)), "network is Link.*a Network"),
     "costs of another kind": (two(pipeline, costs={}), "costs is {}; it must be a Costs"),
     "nan latency": (lambda: Link(math.nan), "link: latency_seconds is nan"),
-    "half a node": (lambda: Network(Link(1), workers_per_node=1.5), "workers_per_node is 1.5; it must be an integer of at least 1"),
+    "half a node": (
+        lambda: Network(Link(1), workers_per_node=1.5),
+        "workers_per_node is 1.5; it must be an integer of at least 1",
+    ),
     "links of another kind": (lambda: Network(1), "between and inside must be Links"),
     "GPU sends nan": (lambda: GPU(0).send(1, "it", math.nan), "data_size_units of it is nan"),
     "GPU computes for infinity": (lambda: GPU(0).compute("it", math.inf), "compute_units is inf"),
-    "strategy that changes": (lambda: simulate(2, 1, 1, changing((0, 0), (0, 0), (1, 1)), title="mine"), "mine changes its answer when it is called again for f0.0"),
-    "strategy that fails once": (lambda: simulate(2, 1, 1, fails_once(), title="mine"), "mine changes its answer when it is called again for f0.0"),
-    "priority that changes": (two(pipeline, changing(1, 2, 3)), "the priority changes its answer when it is called again for f0.0"),
+    "strategy that changes": (
+        lambda: simulate(2, 1, 1, changing((0, 0), (0, 0), (1, 1)), title="mine"),
+        "mine changes its answer when it is called again for f0.0",
+    ),
+    "strategy that fails once": (
+        lambda: simulate(2, 1, 1, fails_once(), title="mine"),
+        "mine changes its answer when it is called again for f0.0",
+    ),
+    "priority that changes": (
+        two(pipeline, changing(1, 2, 3)),
+        "the priority changes its answer when it is called again for f0.0",
+    ),
     "priority of nan": (two(pipeline, lambda w: math.nan), "the priority is nan for f0.0"),
-    "priority for another size": (lambda: simulate(2, 2, 4, pipeline, OldestStageFirst(2, 3)), "made for 2 stages and 3 batches; make it for 2 and 4"),
-    "order that changes": (one(order=changing([Work(0, 0, F), Work(0, 0, B)], [])), "the order changes its answer"),
-    "order of an unknown direction": (one(order=lambda w: [Work(0, 0, 7)]), r"lists Work\(stage=0, batch=0, direction=7\); it must be a Work\(stage, batch, dir"),
-    "cap that raises": (two(pipeline, max_in_flight=lambda worker: 1 / worker), "max_in_flight raises ZeroDivisionError"),
+    "priority for another size": (
+        lambda: simulate(2, 2, 4, pipeline, OldestStageFirst(2, 3)),
+        "made for 2 stages and 3 batches; make it for 2 and 4",
+    ),
+    "order that changes": (
+        one(order=changing([Work(0, 0, F), Work(0, 0, B)], [])),
+        "the order changes its answer",
+    ),
+    "order of an unknown direction": (
+        one(order=lambda w: [Work(0, 0, 7)]),
+        r"lists Work\(stage=0, batch=0, direction=7\); it must be a Work\(stage, batch, dir",
+    ),
+    "cap that raises": (
+        two(pipeline, max_in_flight=lambda worker: 1 / worker),
+        "max_in_flight raises ZeroDivisionError",
+    ),
     "cap of nan": (two(pipeline, max_in_flight=math.nan), "max_in_flight of worker 0 is nan"),
-    "costs for other stages": (two(pipeline, costs=Costs(forward=[1, 1, 1])), "forward has 3 values for 2 stages"),
-    "weight gradient above backward": (two(pipeline, costs=Costs(weight_gradient=3)), "weight_gradient of stage 0 is 3; it must not exceed"),
-    "priority raises": (two(pipeline, lambda w: 1 / 0), "priority raises ZeroDivisionError for f0.0"),
-    "priority cannot be compared": (lambda: simulate(2, 2, 2, pipeline, lambda w: w.batch or "first"), "keys of the priority cannot be compared"),
+    "costs for other stages": (
+        two(pipeline, costs=Costs(forward=[1, 1, 1])),
+        "forward has 3 values for 2 stages",
+    ),
+    "weight gradient above backward": (
+        two(pipeline, costs=Costs(weight_gradient=3)),
+        "weight_gradient of stage 0 is 3; it must not exceed",
+    ),
+    "priority raises": (
+        two(pipeline, lambda w: 1 / 0),
+        "priority raises ZeroDivisionError for f0.0",
+    ),
+    "priority cannot be compared": (
+        lambda: simulate(2, 2, 2, pipeline, lambda w: w.batch or "first"),
+        "keys of the priority cannot be compared",
+    ),
     "cap of zero": (two(pipeline, max_in_flight=0), "max_in_flight of worker 0 is 0"),
     "too few caps": (two(pipeline, max_in_flight=[1]), "1 values for 2 workers"),
-    "order and priority": (two(pipeline, OldestBatchFirst(2, 1), order=lambda w: []), "order fixes the whole schedule"),
-    "order leaves works out": (two(pipeline, order=lambda w: []), "the order leaves out f0.0, which the strategy puts on worker 0"),
-    "order on the wrong worker": (two(pipeline, order=lambda w: [Work(1 - w, 0, F)]), "the order puts f1.0 on worker 0, but the strategy puts it on worker 1"),
-    "order with something twice": (one(order=lambda w: [Work(0, 0, F)] * 2), "worker 0 lists f0.0 twice"),
-    "order of something else": (one(order=lambda w: ["f0.0"]), "worker 0 lists 'f0.0'; it must be a Work"),
-    "order beyond the batches": (one(order=lambda w: [Action(0, "F", 1)]), "lists Work.*a stage of 0 to 0, a batch of 0 to 0 and a Direction"),
+    "order and priority": (
+        two(pipeline, OldestBatchFirst(2, 1), order=lambda w: []),
+        "order fixes the whole schedule",
+    ),
+    "order leaves works out": (
+        two(pipeline, order=lambda w: []),
+        "the order leaves out f0.0, which the strategy puts on worker 0",
+    ),
+    "order on the wrong worker": (
+        two(pipeline, order=lambda w: [Work(1 - w, 0, F)]),
+        "the order puts f1.0 on worker 0, but the strategy puts it on worker 1",
+    ),
+    "order with something twice": (
+        one(order=lambda w: [Work(0, 0, F)] * 2),
+        "worker 0 lists f0.0 twice",
+    ),
+    "order of something else": (
+        one(order=lambda w: ["f0.0"]),
+        "worker 0 lists 'f0.0'; it must be a Work",
+    ),
+    "order beyond the batches": (
+        one(order=lambda w: [Action(0, "F", 1)]),
+        "lists Work.*a stage of 0 to 0, a batch of 0 to 0 and a Direction",
+    ),
 }
-# fmt: on
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -1,8 +1,5 @@
 """A strategy file as an experiment: what it may define, and how its errors are told."""
 
-# Tables with a case on each line.
-# ruff: noqa: E501
-
 import sys
 
 import pytest
@@ -98,24 +95,47 @@ def test_a_dataclass_in_the_file(run):
     assert run(text, workers=1, batches=1).makespan == 5
 
 
-# fmt: off
 BAD = {
     "raises": ("def strategy(work):\n    return {}[work.stage]\n", "KeyError for f0.0: 0 (", 2),
-    "raises in two lines": ("def strategy(work):\n    raise ValueError('one\\ntwo')\n", "raises ValueError for f0.0: one two", 2),
+    "raises in two lines": (
+        "def strategy(work):\n    raise ValueError('one\\ntwo')\n",
+        "raises ValueError for f0.0: one two",
+        2,
+    ),
     "exits": ("import sys\ndef strategy(work):\n    sys.exit(0)\n", "calls sys.exit", 3),
     "exits at once": ("raise SystemExit\n", "calls sys.exit", 1),
     "no such module": ("import nowhere_at_all\n", "ModuleNotFoundError: No module", 1),
     "syntax": ("strategy = 3\nwrong =\n", "raises SyntaxError: invalid syntax", 2),
-    "order raises": (PIPELINE + "def order(worker):\n    yield 1 / 0\n", "raises ZeroDivisionError for worker 0", 5),
-    "priority raises": (PIPELINE + "def priority(work):\n    raise RuntimeError('no')\n", "raises RuntimeError for f0.0: no", 5),
+    "order raises": (
+        PIPELINE + "def order(worker):\n    yield 1 / 0\n",
+        "raises ZeroDivisionError for worker 0",
+        5,
+    ),
+    "priority raises": (
+        PIPELINE + "def priority(work):\n    raise RuntimeError('no')\n",
+        "raises RuntimeError for f0.0: no",
+        5,
+    ),
     "costs raise": (PIPELINE + "def costs(job):\n    return job.layers\n", "AttributeError", 5),
-    "a cost raises": (PIPELINE + "costs = Costs(forward=lambda stage: [1][stage])\n", "IndexError", 4),
+    "a cost raises": (
+        PIPELINE + "costs = Costs(forward=lambda stage: [1][stage])\n",
+        "IndexError",
+        4,
+    ),
     "no costs": (PIPELINE + "costs = 3\n", "costs is 3; it must be a Costs, or a function", None),
     "no network": (PIPELINE + "def network(): pass\n", "network is None; it must be a N", None),
     "no function": (PIPELINE + "order = [1]\n", "order is [1]; it must be a function", None),
-    "other parameters": ("def strategy(stage, batch, direction): pass\n", "strategy takes (stage, batch, direction); it must take (work) or (work, job)", None),
+    "other parameters": (
+        "def strategy(stage, batch, direction): pass\n",
+        "strategy takes (stage, batch, direction); it must take (work) or (work, job)",
+        None,
+    ),
     "a keyword": ("def strategy(work, *, size): pass\n", "strategy takes (work, size)", None),
-    "order and priority": (PIPELINE + "def order(worker): pass\npriority = 'backward'\n", "leave out priority_order", None),
+    "order and priority": (
+        PIPELINE + "def order(worker): pass\npriority = 'backward'\n",
+        "leave out priority_order",
+        None,
+    ),
     "another worker each time": (
         "from itertools import cycle\nworkers = cycle([0, 1, 1])\n"
         "def strategy(work):\n    return next(workers), 0\n",
@@ -135,9 +155,12 @@ BAD = {
         "costs changes its answer when it is called again",
         None,
     ),
-    "two networks": (PIPELINE + "network = Network(Link(1))\ncosts = Costs(network=network)\n", "costs has a network; leave out the other one", None),
+    "two networks": (
+        PIPELINE + "network = Network(Link(1))\ncosts = Costs(network=network)\n",
+        "costs has a network; leave out the other one",
+        None,
+    ),
 }
-# fmt: on
 
 
 @pytest.mark.parametrize("case", BAD)
