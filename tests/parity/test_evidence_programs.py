@@ -24,7 +24,7 @@ CAUSES = {
     "faulty/vocab_parallel_padding_index": "differs only in row 13 of 20, .* on rank 1 only",
     "faulty_2/ema_weights_not_restored": "changed before the forward pass of step 3, on rank 0",
     "faulty_2/gan_keeps_generator_gradients": "add to them 2 times as often as on one process",
-    "faulty_2/group_norm_of_own_patch": "norm1 .*module reads only this rank's part .* exchanges nothing",
+    "faulty_2/group_norm_of_own_patch": "norm1 .*module reads only this rank.s part .* nothing",
     "faulty_2/last_window_divided_by_all_steps": "step 3 has 2 microbatches, and each counts 1/4",
     "faulty_2/observer_of_own_rank": "x.amin.* only the minimum over dp is right",
     "faulty_2/sampler_repeats_a_sample": "row 0 is read by several, the others by one",

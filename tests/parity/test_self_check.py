@@ -106,7 +106,6 @@ def warnings_of_rounding(world: World, job_config: JobConfig) -> tuple[str, str]
             job.buffers["offset"].mul_(factor)
         # As on a GPU: this machine has none.
         prints = module._fingerprints(job, is_exact=False)
-        group = job.meshes.world["tp"].get_group()
         names = module._compare(job, "tp", prints, is_exact=False)
         differing = module._everyones(job, [("tp", names)] if names else [], prints)
         found.append(module._explain(job, differing, "later", False) if differing else "")
