@@ -14,9 +14,10 @@ TOOLS = ROOT / "titanlite/tools"
 # In lines. A larger limit is a change of its own, which says why. The library's was 70,000. It has
 # grown by the world of threads (ranks/turns.py, thread_group.py, threads.py), with the debugger and
 # the record of a step's messages that it makes possible, and by what verify sees of code of other
-# people: code between modules (events.py), needless traffic (watching.py, economy.py), and
-# tolerances from measured rounding (sensitivity.py, perturbation.py).
-CORE, LIBRARY, TESTS = 34_000, 73_400, 45_000
+# people: code between modules (events.py), needless traffic (watching.py, economy.py), tolerances
+# from measured rounding (sensitivity.py, perturbation.py), the first line whose result is wrong
+# (program/values.py, lines.py), and what a wrong update does (program/weights.py).
+CORE, LIBRARY, TESTS = 34_000, 74_000, 45_000
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.
 TOKENS_OF_A_LINE = 8.5
 
