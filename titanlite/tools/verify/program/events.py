@@ -225,7 +225,10 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a call passes, by the name of the argument."""
     with contextlib.suppress(TypeError, ValueError):
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        # A plan may wrap the forward of a module, which hides the names of its arguments.
+        own = type(module).forward
+        forward = module.forward if own is nn.Module.forward else own.__get__(module)
+        bound = inspect.signature(forward).bind_partial(*args, **kwargs)
         for name, value in bound.arguments.items():
             if isinstance(value, Tensor) and value.numel():
                 yield name, value
