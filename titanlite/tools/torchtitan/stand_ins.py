@@ -185,10 +185,10 @@ class Widened(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in CASTS:
             return args[0].double()
-        if func in (torch.Tensor.backward, torch.autograd.backward):
-            # What it recomputes needs the mode, which is off inside of this call.
+        if func in BACKWARD:
+            # What these recompute needs the mode, which is off inside of this call.
             with self:
-                return _backward(*args, **kwargs)
+                return BACKWARD[func](*args, **kwargs)
         if func is torch._grouped_mm:
             return grouped_product(*args, **kwargs)
         if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
@@ -214,6 +214,18 @@ def _backward(
         create_graph,
         inputs=_edges(inputs),
     )
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same for torch.autograd.grad."""
+    return torch.autograd.grad(_edges(outputs), _edges(inputs), *args, **kwargs)
+
+
+BACKWARD: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.backward: _backward,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _grad,
+}
 
 
 def _edges(tensors: Any) -> Any:

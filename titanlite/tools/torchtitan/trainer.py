@@ -88,8 +88,10 @@ class TrainerOfRank:
 
     def advance(self) -> None:
         """Step the optimizers and the learning rates."""
-        for step in self._steps:
-            step()
+        # Hooks of the optimizers balance experts.
+        with self._mode():
+            for step in self._steps:
+                step()
 
 
 class OptimizersOfRank(Optimizer):

@@ -44,6 +44,8 @@ def verify_job(options: Options, on_start: Callable[[Lines], None]) -> Compariso
                 split=partial(trainer.split, plan.degrees, plan.balances),
                 ranks=used or {"dp_shard": 1},
                 copy_weights=True,
+                # Hooks would be part of the graphs, which TorchTitan wants to be whole.
+                modules=not plan.config.compile.enable,
                 dtype=options.dtype,
                 tolerance=options.tolerance,
             )

@@ -72,6 +72,9 @@ class Events(Outputs):
                 self._is_validation = not torch.is_grad_enabled() or _infers_shapes()
             if self._is_validation:
                 return None
+        elif _infers_shapes():
+            # What is recomputed must do what the forward pass did.
+            return None
         with self._own_code():
             aliases: dict[int, Tensor] = {}
             for argument, value in _tensors(module, args, kwargs):
@@ -99,6 +102,8 @@ class Events(Outputs):
             self._depth -= 1
             if self._is_validation:
                 return
+        elif _infers_shapes():
+            return
         value = tensor_of(output)
         if value is None or is_pending(value):
             # DTensor reduces a Partial where it is used: its local part equals nothing.
