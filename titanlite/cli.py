@@ -32,7 +32,11 @@ class Command:
     """Whether every job of the command runs on local ranks."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Modules of commands of their own: the first argument -> module."""
+    of_torchtitan: str = ""
+    """The function for jobs of TorchTitan, whose names begin with TORCHTITAN."""
 
+
+TORCHTITAN = "torchtitan:"
 
 COMMANDS = {
     "train": Command(
@@ -57,6 +61,7 @@ COMMANDS = {
         "compare a plan with one process, and name the cause of a difference",
         "titanlite verify configs/tp2_fsdp2.toml --steps=2",
         starts_ranks=True,
+        of_torchtitan="verify",
     ),
     "debug": Command(
         "titanlite.tools.debug.command",
@@ -96,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; a user's mistake is one line and status 2."""
     is_process = arguments is None
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    needs_no_ranks = not rest or {"-h", "--help", "--threads"} & set(rest)
+    needs_no_ranks = not rest or bool({"-h", "--help", "--threads"} & set(rest))
+    needs_no_ranks |= _is_of_torchtitan(rest) and "--processes" not in rest
     if is_process and name in COMMANDS and COMMANDS[name].starts_ranks and not needs_no_ranks:
         # The fork server's imports take longer than the command's own.
         from titanlite.ranks.fork_server import start_fork_server
@@ -134,6 +140,10 @@ def usage() -> str:
     return "\n".join([*lines, "", "Run `titanlite COMMAND --help` for details."])
 
 
+def _is_of_torchtitan(words: Sequence[str]) -> bool:
+    return any(word.startswith(TORCHTITAN) for word in words)
+
+
 def _run(name: str, rest: Sequence[str]) -> int:
     if name in ("-h", "--help"):
         print(usage())
@@ -147,10 +157,12 @@ def _run(name: str, rest: Sequence[str]) -> int:
     command = COMMANDS[name]
     try:
         with nullcontext() if command.has_own_end else unwinding_at_sigterm():
-            module, rest = command.module, list(rest)
+            module, function, rest = command.module, command.function, list(rest)
             if rest and rest[0] in command.parts:
                 module = command.parts[rest.pop(0)]
-            status: int = getattr(import_module(module), command.function)(rest)
+            elif command.of_torchtitan and _is_of_torchtitan(rest):
+                module, function = "titanlite.tools.torchtitan.command", command.of_torchtitan
+            status: int = getattr(import_module(module), function)(rest)
     except KeyboardInterrupt as stop:
         return interrupt_status(stop)
     except TitanliteError as error:

@@ -67,6 +67,8 @@ TOOLS: dict[str, tuple[str, ...]] = {
     # Each topic is simulated, measured by the lab, and planned.
     "learn": ("lab", "planner", "simulate", "figures"),
     "verify": (),
+    # A job of TorchTitan is verified as any parallel code.
+    "torchtitan": ("verify",),
 }
 """Each tool, and the tools that it may import."""
 

@@ -95,6 +95,9 @@ class Events:
                     self.at_start = None
             if self._is_left_out:
                 return None
+        elif _infers_shapes():
+            # What is recomputed must do what the forward pass did.
+            return None
         with self._own_code():
             aliases: dict[int, Tensor] = {}
             for argument, value in tensors_of(module, args, kwargs):
@@ -122,6 +125,8 @@ class Events:
             self._calls.pop()
             if self._is_left_out:
                 return
+        elif _infers_shapes():
+            return
         value = tensor_of(output)
         if value is None or is_pending(value):
             # DTensor reduces a Partial where it is used: its local part equals nothing.

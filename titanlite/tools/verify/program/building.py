@@ -84,8 +84,9 @@ class Built:
     def run_step(self, batch: Any) -> float | None:
         """Forward and backward pass of one batch; returns the loss, None if there is none here."""
         request = self.request
-        if request.step is not None and not self.is_reference:
-            return number_of(request.step(self.value, batch), "step")
+        step = request.reference_step if self.is_reference else request.step
+        if step is not None:
+            return number_of(step(self.value, batch), "step")
         own = None if self.is_reference else request.parallel_loss
         loss = (own or request.loss)(self.value, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -131,7 +132,7 @@ def build(request: Request, mesh: Any, *, is_reference: bool) -> Built:
         torch.manual_seed(request.seed)
     arguments = [mesh] if not is_reference and _takes_mesh(function) else []
     value = function(*arguments)
-    if is_reference and not isinstance(value, nn.Module):
+    if is_reference and request.reference_step is None and not isinstance(value, nn.Module):
         raise ConfigError(f"reference: returned a {type(value).__name__}; return an nn.Module")
     modules, optimizers = _find(value)
     if not modules:

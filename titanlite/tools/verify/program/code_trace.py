@@ -89,7 +89,8 @@ class CodeTracer(Tracer):
                 if one.difference <= self.tolerance:
                     break
             if best is None or not best[0].difference <= self.tolerance:
-                moved = self._match(call, whole, share)
+                # Rows of zeros are taken for padding only where no part of the reference's fits.
+                moved = self._match(call, whole, share, may_pad=best is None)
                 if moved is not None:
                     if best is not None and self._tokens(whole, share) is not None:
                         elsewhere = "the rows or columns of one process, in another order"
@@ -141,9 +142,13 @@ class CodeTracer(Tracer):
             return None
         return self._rows(share)[:, None] * self.where.num_columns + self.where.columns[None]
 
-    def _match(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Select | None:
+    def _match(
+        self, call: Tensor, whole: Tensor, share: tuple[int, int], *, may_pad: bool
+    ) -> Select | None:
         """Rows, or columns of this rank's tokens, of the reference, in the order of `call`."""
         if call.ndim < 2 or whole.ndim < 2 or not call.is_floating_point() or not call.numel():
+            return None
+        if not may_pad and not call.flatten(0, -2).any(1).all():
             return None
         own, known = call.flatten(0, -2), whole.flatten(0, -2)
         most = self.tolerance * max(known.abs().max().item(), 1e-300)
@@ -166,7 +171,7 @@ class CodeTracer(Tracer):
 
         None for consecutive rows of it, which code that chooses rows may give.
         """
-        if self._match(call, whole, share) is None:
+        if self._match(call, whole, share, may_pad=False) is None:
             return False
         own, known = call.flatten(0, -2), whole.flatten(0, -2)
         length = own.size(0)

@@ -64,7 +64,7 @@ def run_again(
         parallel=lambda: request.reference(),
         grid=Grid(world=1),
         split=None,
-        step=None,
+        step=request.reference_step,
         parallel_loss=None,
         shard=None,
         rename=None,

@@ -35,6 +35,8 @@ class Request:
     grid: Grid
     split: Split | None = None
     step: Callable[[Any, Any], Any] | None = None
+    reference_step: Callable[[Any, Any], Any] | None = None
+    """Like `step`, for a reference with a step of its own; `reference` may return a tuple then."""
     optimizer: Callable[[list[Any]], Any] | None = None
     clip: Callable[[Any], Any] | None = None
     shard: Callable[[str], Any] | None = None
@@ -59,7 +61,10 @@ class Request:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.leave_out)
 
 
-FUNCTIONS = ("reference", "parallel", "loss", "step", "optimizer", "clip", "shard", "parallel_loss")
+FUNCTIONS = (
+    *("reference", "parallel", "loss", "step", "reference_step", "optimizer", "clip", "shard"),
+    "parallel_loss",
+)
 REQUIRED = ("reference", "parallel", "loss")
 
 

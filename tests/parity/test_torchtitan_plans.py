@@ -1,0 +1,118 @@
+"""Jobs of TorchTitan as it is installed, verified in this process, and what is said of bad ones."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from titanlite.cli import main
+from titanlite.tools.torchtitan.stand_ins import MovedError, standing_in
+
+try:
+    import torchtitan
+except ModuleNotFoundError:
+    torchtitan = None
+
+needs_torchtitan = pytest.mark.skipif(
+    torchtitan is None, reason='pip install -e ".[torchtitan]" brings TorchTitan'
+)
+TP2, FSDP2 = (
+    f"--parallelism.{axis}_degree=2" for axis in ("tensor_parallel", "data_parallel_shard")
+)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+
+
+@needs_torchtitan
+@pytest.mark.parametrize(
+    ("job", "status", "said"),
+    [
+        pytest.param("llama3_debugmodel", 0, ("AGREES", "2 of 6 layers"), id="its own"),
+        pytest.param(
+            "torchtitan_plan.configs:unreduced_embedding",
+            1,
+            ("likely cause: tok_embeddings is the first module in forward order",),
+            id="wrong output layout",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "torchtitan_plan.configs:divided_block",
+            1,
+            ("layers.1.attention.wo.weight", "0.5 times as large as on one process"),
+            id="wrong division",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_plan(
+    job: str, status: int, said: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = gc.isenabled(), logging.root.manager.disable, dict(os.environ)
+    assert main(["verify", f"torchtitan:{job}", TP2, FSDP2, "--steps=1"]) == status
+    assert (gc.isenabled(), logging.root.manager.disable, dict(os.environ)) == before
+    out = " ".join(capsys.readouterr().out.split())
+    assert all(text in out for text in said), out
+
+
+@needs_torchtitan
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["llama3_debugmodl"], "did you mean llama3_debugmodel"),
+        (["torchtitan_plan.configs:rigth"], "has no function rigth; did you mean right?"),
+        (["nowhere.configs:job"], "No module named 'nowhere'; give PACKAGE.MODULE:FUNCTION"),
+        (
+            ["llama3_debugmodel", "--parallelism.tensor_paralel_degree=2"],
+            "Unrecognized options: --parallelism.tensor_paralel_degree=2; did you mean",
+        ),
+        (
+            ["llama3_debugmodel", "--parallelism.pipeline_parallel_degree=2"],
+            "Set --training.disable_cuda_graphs.",
+        ),
+        (["llama3_debugmodel", TP2, "--ranks=3"], "--ranks: 3 ranks do not fit the degrees"),
+        (["llama3_debugmodel", "--dtype=bfloat16"], "--dtype: bfloat16 says little of a plan"),
+        (["llama3_debugmodel", "torchtitan:b"], "torchtitan:b: is a second job; give one"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *rest = arguments
+    assert main(["verify", f"torchtitan:{name}", *rest]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("version", [None, "0.2.2"])
+def test_without_its_release(
+    version: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    assert main(["verify", "torchtitan:llama3_debugmodel"]) == 2
+    err = capsys.readouterr().err
+    assert 'give pip install "titanlite[torchtitan]"' in err
+    assert ("is not installed" if version is None else "release 0.2.2 is installed") in err
+
+
+@needs_torchtitan
+def test_what_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with standing_in():
+        from torchtitan.models.common import attention
+    monkeypatch.delattr(attention, "varlen_attn")
+    said = r"torchtitan\.models\.common\.attention has no varlen_attn any more"
+    with pytest.raises(MovedError, match=said), standing_in():
+        pass

@@ -1,0 +1,12 @@
+"""Verifies jobs of TorchTitan 0.3 as it is installed: `titanlite verify torchtitan:NAME`.
+
+    command.py     the command, and what it prints
+    options.py     its options; all others are TorchTitan's own
+    job.py         a configuration by name, the plan that the ranks run, and its reference
+    verify.py      composes a comparison of tools/verify/program
+    trainer.py     on a rank: TorchTitan's Trainer, whose step is measured
+    stand_ins.py   the one place that changes TorchTitan from outside, and what each change hides
+    kernels.py     attention and grouped products in full
+
+Only options.py and command.py import no torch.
+"""

@@ -1,0 +1,50 @@
+"""`titanlite verify torchtitan:NAME`: does TorchTitan's plan compute what one rank computes?"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from titanlite.tools.torchtitan.options import parse
+
+HELP = """usage: titanlite verify torchtitan:NAME [options] [--section.key=value ...]
+
+Run a job of TorchTitan 0.3, as it is installed, under its plan and on one rank, and compare every
+gradient and every weight, step by step. NAME is a function of one of its config registries, such
+as llama3_debugmodel, or your own, PACKAGE.MODULE:FUNCTION. All ranks run on the CPU.
+
+  --steps N           optimizer steps to compare (default 2)
+  --dtype DTYPE       float64 (default), or float32, which keeps TorchTitan's own casts
+  --tolerance X       the largest relative difference that counts as agreement
+  --ranks N           ranks in all, for a shard degree of -1 (default: as few as the rest allows)
+  --processes         run the ranks as processes, not as threads of this one
+  --full              keep the job's own length, batch and number of layers
+  --section.key=value TorchTitan's own options, such as --parallelism.tensor_parallel_degree=2
+
+exit status: 0 all agree, 1 something differs or the plan does not run, 2 bad input; see
+docs/torchtitan.md"""
+WIDTH = 100
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status. Raises ConfigError for bad input."""
+    if "--help" in arguments or "-h" in arguments:
+        print(HELP)
+        return 0
+    options = parse(arguments)
+    from titanlite.tools.torchtitan.verify import verify_job
+    from titanlite.tools.verify.report import format_result
+
+    found = verify_job(options, on_start=lambda lines: print(_header(lines), flush=True))
+    print(format_result(found, found.dtype))
+    if found.error is not None and found.error.rank_traceback:
+        print(f"\n{found.error.rank_traceback}", file=sys.stderr)
+    return 0 if found.agrees else 1
+
+
+def _header(lines: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(
+        textwrap.fill(text, WIDTH, initial_indent=f"{name:11}", subsequent_indent=" " * 11)
+        for name, text in (*lines, ("", ""))
+    )

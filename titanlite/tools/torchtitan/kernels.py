@@ -1,0 +1,87 @@
+"""Attention and grouped products without kernels: in full, for tensors on a CPU of any dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, Any]:
+    """What `torch.nn.attention.flex_attention` returns for `return_aux`, from every score.
+
+    The functions of scores and masks are called with all indices at once.
+    """
+    k, v = (t.repeat_interleave(q.size(1) // t.size(1), 1) for t in (k, v))
+    scores = q @ k.transpose(-2, -1) * (q.size(-1) ** -0.5 if scale is None else scale)
+    places = [
+        torch.arange(size).view([size if i == dim else 1 for i in range(4)])
+        for dim, size in enumerate(scores.shape)
+    ]
+    if score_mod is not None:
+        scores = score_mod(scores, *places)
+    mask = None if block_mask is None else block_mask.mask_mod(*places)
+    return _attend(scores, mask, v)
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    *_: Any,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    return_aux: Any = None,
+    **__: Any,
+) -> Any:
+    """What `torch.nn.attention.varlen.varlen_attn` returns, from every score."""
+    (q_place, q_document), (k_place, k_document) = (
+        (torch.arange(len(t)), torch.searchsorted(ends, torch.arange(len(t)), right=True))
+        for t, ends in ((q, cu_seq_q), (k, cu_seq_k))
+    )
+    before, after = window_size
+    # Queries and keys are of the same tokens, so their offsets in a document differ as these do.
+    apart = k_place[None] - q_place[:, None]
+    mask = q_document[:, None] == k_document[None]
+    if before >= 0:
+        mask &= apart >= -before
+    if after >= 0:
+        mask &= apart <= after
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.size(0) // t.size(0), 0) for t in (k, v))
+    scores = q @ k.transpose(-2, -1) * (q.size(-1) ** -0.5 if scale is None else scale)
+    out, aux = _attend(scores, mask, v)
+    out = out.transpose(0, 1)
+    return out if return_aux is None else (out, aux.lse)
+
+
+def _attend(scores: Tensor, mask: Tensor | None, v: Tensor) -> tuple[Tensor, Any]:
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
+    return weights @ v, SimpleNamespace(lse=lse)
+
+
+def grouped_product(a: Tensor, b: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
+    """What `torch._grouped_mm` returns: rows of `a` up to each offset times a matrix of `b`."""
+    ends = offs.tolist()
+    parts = [
+        a[start:end] @ matrix
+        for start, end, matrix in zip([0, *ends], ends, b.unbind(), strict=False)
+    ]
+    return torch.cat([*parts, a.new_zeros(len(a) - ends[-1], b.size(-1))])

@@ -1,0 +1,239 @@
+"""What a job of TorchTitan cannot have on a CPU, and what stands there instead.
+
+`standing_in()` changes TorchTitan from outside, in this one place: its device, its kernels of
+attention, and its call that clips gradients, which is made later (trainer.py). `Widened` is for
+each rank: it keeps float64 where TorchTitan casts to a narrower dtype. STAND_INS says of each how
+much it hides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module, metadata
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from titanlite.errors import ConfigError, TitanliteError
+from titanlite.ranks.settings import ignore_warnings
+from titanlite.tools.torchtitan.kernels import flex_attention, grouped_product, varlen_attention
+
+INSTALL = 'give pip install "titanlite[torchtitan]"'
+NARROW = {torch.float32, torch.bfloat16, torch.float16}
+CASTS = {torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half}
+
+STAND_INS = {
+    "device": "the CPU; hides streams, memory and CUDA graphs",
+    "data": (
+        "random tokens, two documents a row, some labels ignored; hides the data loader, the "
+        "tokenizer, and which rank reads what"
+    ),
+    "weights": "the reference's, sliced; hides how shards are drawn",
+    "order": (
+        "clipping, optimizers and learning rates are called after the rest of the step, with its "
+        "arguments, so that gradients can be compared before; hides nothing that the step computes"
+    ),
+    "backend": (
+        "partial_dtensor, since FSDP of this torch takes no parameters of spmd_types; hides the "
+        "collectives of that backend"
+    ),
+    "sums": "of gradients by gloo, without a factor; hides PREMUL_SUM",
+    "numbers": "casts to narrower dtypes keep float64; hides rounding, and a cast of one side only",
+    "FlexAttention": "scores, mask and softmax in full; hides the kernel and the block mask",
+    "VarlenAttention": "scores, mask and softmax in full; hides the kernel",
+    "GroupedExperts": "a product for each expert in float64; hides torch._grouped_mm",
+}
+"""What stands in for something, and how much it hides."""
+
+DEVICE = SimpleNamespace(
+    set_device=lambda device: None,
+    current_device=lambda: 0,
+    device_count=lambda: 1,
+    get_device_name=lambda device=None: "cpu",
+    get_device_properties=lambda device=None: SimpleNamespace(total_memory=1 << 30, name="cpu"),
+    memory_stats=lambda device=None: {},
+    reset_peak_memory_stats=lambda *_: None,
+    empty_cache=lambda: None,
+    synchronize=lambda *_: None,
+)
+"""What TorchTitan asks of the module of its device."""
+
+
+OF_DEVICE: dict[str, Any] = {"device_type": "cpu", "device_module": DEVICE}
+
+
+class MovedError(TitanliteError):
+    """An attribute of TorchTitan is not where release 0.3 has it."""
+
+
+def require_torchtitan() -> None:
+    """Raise ConfigError unless a release of TorchTitan is installed that titanlite knows."""
+    try:
+        version = metadata.version("torchtitan")
+    except metadata.PackageNotFoundError:
+        raise ConfigError(f"torchtitan: is not installed; {INSTALL}") from None
+    if not version.startswith("0.3."):
+        raise ConfigError(f"torchtitan: release {version} is installed, not 0.3; {INSTALL}")
+
+
+@contextlib.contextmanager
+def standing_in() -> Iterator[None]:
+    """Inside, TorchTitan runs on the CPU of this process, in any number of threads."""
+    with contextlib.ExitStack() as exits:
+        # Its Trainer turns the collection of garbage off, and its logger is the root.
+        exits.callback(gc.enable if gc.isenabled() else gc.disable)
+        exits.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
+        exits.enter_context(warnings.catch_warnings())
+        ignore_warnings()
+        exits.enter_context(patch.dict(os.environ, LOCAL_RANK="0"))
+        # First, since other modules copy its names.
+        utils = _module("tools.utils")
+        for name, value in OF_DEVICE.items():
+            exits.enter_context(_replaced(utils, name, value))
+        attention, distributed = _module("models.common.attention"), _module("distributed.utils")
+        _module("trainer")
+        for name, module in list(sys.modules.items()):
+            for copied in OF_DEVICE if name.startswith("torchtitan.") else ():
+                if copied in vars(module):
+                    exits.enter_context(patch.object(module, copied, OF_DEVICE[copied]))
+        clip = functools.partial(_clip_later, attribute_of(distributed, "clip_grad_norm_"))
+        masks = attribute_of(attention, "create_block_mask")
+        changes: tuple[tuple[Any, str, Any], ...] = (
+            (attention.FlexAttention, "_compiled_flex_attn", flex_attention),
+            (attention, "_compiled_create_block_mask", masks),
+            (attention, "varlen_attn", varlen_attention),
+            (distributed, "clip_grad_norm_", clip),
+        )
+        for owner, name, value in changes:
+            exits.enter_context(_replaced(owner, name, value))
+        dtypes = attribute_of(_module("config"), "TORCH_DTYPE_MAP")
+        exits.enter_context(patch.dict(dtypes, float64=torch.float64))
+        yield
+
+
+def keep_standing_in() -> None:
+    """Let TorchTitan run on the CPU until this process ends, if it does not do so already."""
+    if getattr(sys.modules.get("torchtitan.tools.utils"), "device_module", None) is not DEVICE:
+        _kept.enter_context(standing_in())
+
+
+_kept = contextlib.ExitStack()
+
+
+def attribute_of(owner: Any, name: str) -> Any:
+    """An attribute of TorchTitan; raises MovedError, which names it, if there is none."""
+    if not hasattr(owner, name):
+        kind = owner if isinstance(owner, type) else type(owner)
+        where = getattr(owner, "__name__", f"{kind.__module__}.{kind.__qualname__}")
+        raise MovedError(f"torchtitan: {where} has no {name} any more; titanlite knows 0.3")
+    return getattr(owner, name)
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(f"torchtitan.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("torchtitan"):
+            raise MovedError(f"torchtitan: {error} any more; titanlite knows 0.3") from error
+        raise ConfigError(f"torchtitan: {error}; {INSTALL}") from error
+
+
+def _replaced(owner: Any, name: str, value: Any) -> contextlib.AbstractContextManager[Any]:
+    attribute_of(owner, name)
+    return patch.object(owner, name, value)
+
+
+_of_thread = threading.local()
+
+
+@contextlib.contextmanager
+def clipping_later(calls: list[Callable[[], Any]]) -> Iterator[None]:
+    """Inside, calls of this thread that would clip gradients are added to `calls` instead."""
+    _of_thread.calls = calls
+    try:
+        yield
+    finally:
+        del _of_thread.calls
+
+
+def _clip_later(clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    calls = getattr(_of_thread, "calls", None)
+    if calls is None:
+        return clip(*args, **kwargs)
+    calls.append(functools.partial(clip, *args, **kwargs))
+    # The step only reports it.
+    return torch.zeros(())
+
+
+class Widened(TorchFunctionMode):
+    """Inside, float64 stays float64 where code casts to a narrower dtype, or asks for one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in CASTS:
+            return args[0].double()
+        if func in BACKWARD:
+            # What these recompute needs the mode, which is off inside of this call.
+            with self:
+                return BACKWARD[func](*args, **kwargs)
+        if func is torch._grouped_mm:
+            return grouped_product(*args, **kwargs)
+        if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+            args = tuple(map(_widened, args))
+            kwargs = {name: _widened(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+    gradient: Any = None,
+) -> None:
+    """What torch.autograd.backward does, from edges of the graph, which no mode intercepts."""
+    torch.autograd.backward(
+        _edges(tensors),
+        grad_tensors if gradient is None else gradient,
+        retain_graph,
+        create_graph,
+        inputs=_edges(inputs),
+    )
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same for torch.autograd.grad."""
+    return torch.autograd.grad(_edges(outputs), _edges(inputs), *args, **kwargs)
+
+
+BACKWARD: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.backward: _backward,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _grad,
+}
+
+
+def _edges(tensors: Any) -> Any:
+    if tensors is None:
+        return None
+    every = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
+    return tuple(get_gradient_edge(t) if isinstance(t, torch.Tensor) else t for t in every)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
