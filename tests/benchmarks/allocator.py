@@ -1,7 +1,5 @@
 """What PyTorch's CPU allocator counts while a function runs."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable

@@ -9,8 +9,6 @@ waits for the save; "beside a save" is the next step, while the rest of the save
 background.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

@@ -13,8 +13,6 @@ model "moe_debug". A plan is a name in PARALLELISM or OF_EXPERTS, optionally wit
 CHECKPOINTING, such as "tp4+full". Counted is step 2, after all lazy initialization.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from dataclasses import dataclass

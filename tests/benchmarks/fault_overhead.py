@@ -6,8 +6,6 @@ Steps with and without comm.mode = "debug" alternate in one world, with the job 
 plan_overhead.py. The watch thread cannot be disabled; its CPU clock is read instead.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import threading

@@ -9,8 +9,6 @@ CPU-seconds per step. Seeds can run separately, each with --json FILE, and be jo
 --join FILE ...
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -7,8 +7,6 @@ in one world and take turns step by step, so that other load on the machine affe
 equally. "last block freed" is "default", but the last block is freed like the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -7,8 +7,6 @@ of any weight at the end, and of any gradient in steps 1, 2 and 20. The relative
 tensor is max|a - b| / max|b|.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

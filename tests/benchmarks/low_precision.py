@@ -11,8 +11,6 @@ whatever the tolerance is counted apart: a start or replicas that differ, a run 
 in parts that differs in float64.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

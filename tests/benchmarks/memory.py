@@ -10,8 +10,6 @@ step without checkpointing; recomputed products count again. Plans have the name
 communication.py; "one" is a single rank.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from typing import Any

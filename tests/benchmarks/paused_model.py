@@ -4,8 +4,6 @@ Registered by experimental.custom_import = "tests.benchmarks.paused_model". A pa
 the planner sees it in a trace, and its seconds are given as those of a measured operator.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, replace
 from typing import Any

@@ -14,8 +14,6 @@ ddp4 and fsdp4. With --against, the plain loop trains another model: "dense" has
 per token as moe_tiny, without experts.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -8,8 +8,6 @@ measured in units of a probe that runs beside it, and multiplied by the probe's 
 calibration. Wall time on shared cores is noise. Compiled blocks are run and planned as eager code.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -8,8 +8,6 @@ does; schedule, messages and gloo are real. The link is that of the machine, or 
 (slow_link.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import statistics

@@ -6,8 +6,6 @@ published_megatron.py has the runs on A100, published_llama.py those on H100 and
 the fitted figures are Korthikanti et al. 2022, table 5, and TorchTitan's Llama 3 8B in bfloat16.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable, Iterable

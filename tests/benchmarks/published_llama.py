@@ -14,8 +14,6 @@ The Llama 3 paper does not give the stages of a rank. The rows have the number t
 be the fastest of those that the schedule allows, as for the microbatch of Narayanan et al.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

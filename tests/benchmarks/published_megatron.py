@@ -11,8 +11,6 @@ whole sequence, and an all-reduce stands for an all-gather and a reduce-scatter.
 stages of a rank is 1 where the paper gives none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache

@@ -8,8 +8,6 @@ parallelism is free. The single process uses as many threads as all ranks togeth
 is 1 if the head-tail layout on 4 ranks misses its target.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

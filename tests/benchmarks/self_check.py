@@ -6,8 +6,6 @@ A run compares its copies at the start and after its first step, and before each
 one is saved. The jobs are those of plan_overhead.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

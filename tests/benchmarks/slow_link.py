@@ -5,8 +5,6 @@ gloo then moves the data in almost no time. Only sends are delayed, so a pipelin
 ring's are, and collectives are not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

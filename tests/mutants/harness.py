@@ -10,8 +10,6 @@ does not agree. It is named if the first sentence of the diagnosis has the modul
 kind of error, which the pattern `says` matches. A refactoring changes no number and must agree.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

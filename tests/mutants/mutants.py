@@ -5,8 +5,6 @@ verify's diagnosis, which must name the module or axis and the kind of error. Th
 the plan and its reference.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from harness import Edit, Mutant

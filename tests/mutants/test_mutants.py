@@ -4,8 +4,6 @@ A normal run judges a tenth of them, on ranks that are threads, and each change 
 another tenth. `make test-all` judges all, on processes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

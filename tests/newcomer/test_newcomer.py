@@ -1,7 +1,5 @@
 """What somebody adds who has read docs/architecture.md alone: each is a patch of few files."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Ways to end a rank at a chosen moment, for the tests."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The files that a page of docs/ shows, for the tests that run them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

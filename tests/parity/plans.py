@@ -1,7 +1,5 @@
 """Plans between which checkpoints move, and a job's whole state as checksums; for the tests."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Asynchronous TP: rings against the plain module, what they send, and what inductor fuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """docs/losses.md: a loss over the whole batch is the loss of one process under every plan."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run on a machine that is busy with other things: the watch is on, and nothing happens."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """docs/by_hand.md: its loop computes the same under every plan that it names."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

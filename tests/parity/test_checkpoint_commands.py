@@ -1,7 +1,5 @@
 """Weights out of a checkpoint and into another, pictures from it, and the keys of [checkpoint]."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

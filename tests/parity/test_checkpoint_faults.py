@@ -1,7 +1,5 @@
 """Killed at any moment, a run ends as the one that was never killed; disks fill, files change."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

@@ -1,7 +1,5 @@
 """Checkpoints move between plans: weights and optimizer state are equal to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run that goes on from a checkpoint is the run that was never stopped, to the bit."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The formulas stand here as in the notes: L blocks, width D, vocabulary V, N toke
 model sees in a step, m microbatches; a parameter's rows are filled up to a multiple of the shards.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

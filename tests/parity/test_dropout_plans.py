@@ -1,7 +1,5 @@
 """Dropout by TokenDropout is no plan's business: masks are those of one process."""
 
-from __future__ import annotations
-
 import pytest
 from training import debug_config, train
 

@@ -1,7 +1,5 @@
 """docs/examples: what the broken programs print is on the page, and the corrected ones agree."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

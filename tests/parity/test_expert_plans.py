@@ -1,7 +1,5 @@
 """Models with experts train as on one process, under every plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

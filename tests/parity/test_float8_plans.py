@@ -1,7 +1,5 @@
 """Float8 under every plan is one process in float8; what FSDP2 sends of it is a byte a weight."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

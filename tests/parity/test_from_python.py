@@ -1,7 +1,5 @@
 """`titanlite.train` from a script: what the script registers and its callbacks reach the ranks."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Frozen weights: no gradient, no optimizer state, unchanged to the bit, under every plan."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Models of Hugging Face, their files unmodified, agree with one process under plans."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

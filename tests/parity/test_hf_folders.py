@@ -1,7 +1,5 @@
 """Hugging Face folders: read under any plan, and written so that transformers loads them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Installed as a wheel in another project, titanlite trains, verifies and samples."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

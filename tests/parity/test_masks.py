@@ -1,7 +1,5 @@
 """Losses whose valid tokens lie unevenly over the ranks, some of which have none."""
 
-from __future__ import annotations
-
 import pytest
 from training import Training, debug_config, differences
 

@@ -1,7 +1,5 @@
 """Metrics of a validation are those of one process under every plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A step that is not finite changes no weight, and the rank and module it began on are named."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints from before every tensor had an account load, or are refused with one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Under comm.mode = "debug", a rank that calls in another order is named before weights change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

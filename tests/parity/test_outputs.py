@@ -1,7 +1,5 @@
 """What runs leave in one folder: two never write to one file, and nothing recorded is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

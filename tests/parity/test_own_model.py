@@ -1,7 +1,5 @@
 """docs/own_model.md: a registered model without tokens trains and verifies under plans."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A user's own model under plans: lists of blocks, tuples between stages, no plan, a wrong plan."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Each apply_x on its own, called as a user would call it, against the plain module."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Parameters without weight decay, or with another learning rate, train the same in every plan."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

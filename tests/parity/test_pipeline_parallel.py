@@ -1,7 +1,5 @@
 """A pipeline trains exactly as one process does: every schedule, and with each other feature."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

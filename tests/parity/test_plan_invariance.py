@@ -1,7 +1,5 @@
 """Every plan trains exactly as one process does: losses, norms, gradients and weights."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Published steps against predicted ones, on the figures of the shipped hardware files."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable
 from dataclasses import replace

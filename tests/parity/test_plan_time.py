@@ -1,7 +1,5 @@
 """Predicted CPU-seconds and timelines of a step against those of real runs on this machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.benchmarks import plan_timelines

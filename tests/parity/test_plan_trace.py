@@ -1,7 +1,5 @@
 """A traced step has the communication and the memory of a real one on gloo ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

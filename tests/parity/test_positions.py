@@ -1,7 +1,5 @@
 """A model with rotary positions trains as one process does: every stage is told which tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/randomness.md: its DiT trains and verifies; runs with dropout start and resume alike."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Iterator

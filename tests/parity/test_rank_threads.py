@@ -1,7 +1,5 @@
 """Jobs whose ranks are threads of one process: the same numbers, checkpoints and verdicts."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """SIGTERM and Ctrl-C on a run that saves: the step is finished and saved, and the run ends well."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

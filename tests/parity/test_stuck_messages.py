@@ -1,7 +1,5 @@
 """A rank that sleeps while others wait for its messages, in a ring or a pipeline, is named."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

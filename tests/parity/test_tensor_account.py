@@ -4,8 +4,6 @@ The models are those of tests/parity/uncovered. Without an answer for a tensor, 
 line.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

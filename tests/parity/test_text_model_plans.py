@@ -1,7 +1,5 @@
 """Llama 3 and GPT-2 train as on one process, under every plan, with documents in a sequence."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Text under plans: as on one process, and a run that resumes reads the same text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model with tied weights trains as one process does, under every plan."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A job file of TorchTitan v0.2.2 carries over: its Llama 3 debug model, and the 8B one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

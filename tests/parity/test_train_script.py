@@ -1,7 +1,5 @@
 """train.py as a user meets it: started as a process of its own, by itself or by torchrun."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """A batch may have more than tokens and targets, and its own loss: every plan trains it alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

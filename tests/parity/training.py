@@ -1,7 +1,5 @@
 """Train jobs on local ranks and keep what plan invariance is about; used by the parity tests."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

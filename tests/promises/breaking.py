@@ -7,8 +7,6 @@ for the page: they belong to the ordinary suite. An edit must leave the library 
 failure at import does not count.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

@@ -5,8 +5,6 @@ is named by the qualified name of a definition and by text in it, so it survives
 file. `tests` are those of the ordinary suite that a developer would name for the page.
 """
 
-from __future__ import annotations
-
 from tests.promises.breaking import Break, Promise
 
 PROMISES = [

@@ -4,8 +4,6 @@ A normal run checks that the lists are up to date. `make test-all` breaks each p
 tests that hold it, which takes half an hour or more; so it does with wrong edits of the two worlds.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.mutants.harness import ROOT

@@ -1,7 +1,5 @@
 """Wrong edits of the code that starts ranks and lets them communicate, ten of each world."""
 
-from __future__ import annotations
-
 from tests.promises.breaking import Break, Promise
 
 THREADS = ("unit/ranks/test_threads.py",)

@@ -1,7 +1,5 @@
 """The command `titanlite`: what it lists, how it ends, and what it does when nobody reads on."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A job on the CPU of a machine that has GPUs opens no CUDA context: each takes memory of a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

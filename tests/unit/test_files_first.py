@@ -1,7 +1,5 @@
 """The files that a command is asked for are written, even if nobody reads what it prints."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sizes that the code stays below, so that a newcomer can read the core whole."""
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize

@@ -4,8 +4,6 @@ An import inside a function counts, and so does a module's name in a string, als
 put together: f"titanlite.{name}".
 """
 
-from __future__ import annotations
-
 import ast
 import fnmatch
 import re

@@ -3,8 +3,6 @@
 Everything here runs in one process. tests/parity/test_own_model_plans.py has what needs ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

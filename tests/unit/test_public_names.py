@@ -1,7 +1,5 @@
 """The public names: docs/api lists them, and importing titanlite stays light."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A whole run on one process: what its keys promise, seen by its callbacks and in its files."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What keeps a job from starting is found before any rank does: too many ranks, no such backend."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How far a reader walks: from a job to its parallel model, to its plan, and through `verify`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A user's project with types, which `make check` reads as strictly as its user would."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ is what a reader follows: the functions that call into another file, in the orde
 calls. Functions that end where they are, such as a degree or a name, are looked up, not read.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Iterator

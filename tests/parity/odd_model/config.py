@@ -1,7 +1,5 @@
 """The plain model with one oddity; torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from plain_model.config import PlainConfig

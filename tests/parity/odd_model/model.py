@@ -1,7 +1,5 @@
 """The plain model with one oddity."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from plain_model.model import PlainModel
 from plain_model.plan import PLANS as PLAIN_PLANS

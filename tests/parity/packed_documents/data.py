@@ -1,7 +1,5 @@
 """Samples with the number of each token's document, and its position within the document."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

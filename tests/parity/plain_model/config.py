@@ -1,7 +1,5 @@
 """Sizes of the plain model; torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from titanlite.mesh.parallel_dims import ParallelDims

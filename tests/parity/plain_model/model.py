@@ -1,7 +1,5 @@
 """A model in plain PyTorch whose embeddings go straight into its blocks."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

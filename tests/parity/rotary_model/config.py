@@ -1,7 +1,5 @@
 """Sizes of the rotary model; torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from plain_model.config import PlainConfig

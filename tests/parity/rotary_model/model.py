@@ -1,7 +1,5 @@
 """A transformer in the form of Llama: batch first, rotary positions in every block."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The rotary model with tied weights: the output layer's weight is the embedding table."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rotary_model.config import RotaryConfig

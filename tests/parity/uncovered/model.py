@@ -1,7 +1,5 @@
 """The rotary model with tensors that no stage and no tensor-parallel style names."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

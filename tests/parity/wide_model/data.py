@@ -1,7 +1,5 @@
 """Samples with four fields beside their tokens, and a loss that reads two of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The rotary model, with float numbers beside the tokens and a label in its last stage."""
 
-from __future__ import annotations
-
 from rotary_model.model import RotaryModel
 from rotary_model.plan import PLANS as ROTARY_PLANS
 from torch import Tensor

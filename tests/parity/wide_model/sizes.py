@@ -1,7 +1,5 @@
 """Sizes of the wide model: it has no length of its own, and no images; torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """A folder of checkpoints, and what keeps one from being used: without ranks."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

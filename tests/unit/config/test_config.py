@@ -1,7 +1,5 @@
 """Good jobs: what a file and a command line come to, and what a person is told about the keys."""
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

@@ -3,8 +3,6 @@
 # A message is one line however long: that is what is shown here.
 # ruff: noqa: E501
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Counts of the image transformer's parameters and FLOPs, and what its sizes can be split into."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A configuration out of a checkpoint is data: which of its keys are used, and what is not."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

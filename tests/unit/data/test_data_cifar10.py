@@ -1,7 +1,5 @@
 """CIFAR-10 from disk: both formats hold the same images, and no pickle can run code."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

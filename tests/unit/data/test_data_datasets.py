@@ -1,7 +1,5 @@
 """Data sets: samples depend only on the index, splits are disjoint, and tokens are pixels."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The sampler: the global batch of a step does not depend on the plan."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

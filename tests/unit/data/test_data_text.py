@@ -1,7 +1,5 @@
 """Text as data: tokens, documents, the split, packing, and what is kept beside the files."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import io

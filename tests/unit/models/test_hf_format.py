@@ -1,7 +1,5 @@
 """The layouts of Hugging Face's tensors, and the mistakes in a folder; without transformers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Llama 3 and GPT-2: published sizes and initial values, rotary positions, causality, the cache."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The fields of a batch: cut by rows and by tokens, given to the modules that take them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Runs of a model with batch norms: their statistics under recomputation and in pipelines."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

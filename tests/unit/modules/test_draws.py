@@ -1,7 +1,5 @@
 """What a model draws from torch's generators: who draws, and how the ranks of a job do."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

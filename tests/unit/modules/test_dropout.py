@@ -1,7 +1,5 @@
 """TokenDropout: how much it drops, what its masks depend on, and what they do not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

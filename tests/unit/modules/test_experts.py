@@ -1,7 +1,5 @@
 """Experts: routing, products, dispatch, and both kinds of balancing, in one process."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

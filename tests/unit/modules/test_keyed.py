@@ -1,7 +1,5 @@
 """Keyed random numbers: their distribution, what they depend on, and what they do not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a run says while torch.compile works."""
 
-from __future__ import annotations
-
 import re
 
 import torch

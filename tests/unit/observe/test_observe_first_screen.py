@@ -1,7 +1,5 @@
 """The first screen of a run: its facts, its plan, and how it fits 80 columns."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The mesh as text: every rank where its coordinates say, and no page of it for 1,024 ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """The metrics file and its writers: one JSON object a step, and figures that are right."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

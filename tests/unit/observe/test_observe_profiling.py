@@ -1,7 +1,5 @@
 """Profiler traces: which steps, which files, and what is said where there is nothing to record."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a person sees: the progress bar and the first screen, in a pseudo-terminal and in a pipe."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os

@@ -1,7 +1,5 @@
 """Compiled blocks: one graph or an error, what they keep, and whose code a rank loads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The effective plan of a job: what FSDP2 is active for, where it was not asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Each parallel feature is one folder, listed once."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Float8 layers on one process: their numbers, which layers they are, what is refused."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 
 # ruff: noqa: E501
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

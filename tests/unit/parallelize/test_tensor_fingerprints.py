@@ -1,7 +1,5 @@
 """The account of tensors and the fingerprints of copies, without ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

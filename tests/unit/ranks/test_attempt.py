@@ -1,7 +1,5 @@
 """Ranks that are started again meet those started with them, and nobody else."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 

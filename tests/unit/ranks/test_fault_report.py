@@ -1,7 +1,5 @@
 """What is made of the accounts of several ranks: who is waited for, who went astray, and how."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

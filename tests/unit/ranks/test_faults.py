@@ -1,7 +1,5 @@
 """Worlds that are stuck or lose a rank end by themselves, and name the rank, its axis and place."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

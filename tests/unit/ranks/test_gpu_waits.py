@@ -1,7 +1,5 @@
 """A rank on a GPU waits where its flight recorder says so: its stack does not show it."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Under torchrun, every machine's own log says why its ranks end: in one line, not once a rank."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a run sets for the whole process: each job anew, and nothing stays after the run."""
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import gc

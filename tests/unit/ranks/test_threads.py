@@ -1,7 +1,5 @@
 """Ranks as threads of one process: collectives, messages, states of their own, and deadlocks."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

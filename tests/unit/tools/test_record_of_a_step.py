@@ -1,7 +1,5 @@
 """`titanlite debug --record`: the messages of one step, with the module that sends them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """save_checkpoint and load_checkpoint on one process: what comes back, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

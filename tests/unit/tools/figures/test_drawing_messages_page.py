@@ -1,7 +1,5 @@
 """The page that steps through messages, in a browser."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import browser

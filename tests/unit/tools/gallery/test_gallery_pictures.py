@@ -1,7 +1,5 @@
 """The two pictures: their sizes, and their pixels where those are known."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `titanlite plan --calibrate` makes of its measurements; measuring itself is a slow test."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`titanlite plan`: its figures by formula, its output, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A step put together from traced pieces equals the trace of the whole step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

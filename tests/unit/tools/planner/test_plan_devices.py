@@ -1,7 +1,5 @@
 """What a trace for a GPU has that one for the CPU has not, on a machine without a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

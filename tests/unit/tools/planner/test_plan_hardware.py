@@ -1,7 +1,5 @@
 """Files of hardware: those that are shipped, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

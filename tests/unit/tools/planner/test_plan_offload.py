@@ -1,7 +1,5 @@
 """CPU offload of a GPU's job: traced whole, composed, and timed by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

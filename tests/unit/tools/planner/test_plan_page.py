@@ -1,7 +1,5 @@
 """The page of a plan and of a search: what it contains, and how it behaves in a browser."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

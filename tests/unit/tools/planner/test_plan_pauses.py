@@ -1,7 +1,5 @@
 """Predicted pipelines whose blocks and messages take given times, worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What is shown of a plan: bars, tables, figures, and the spans of a predicted step."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """What kernels allocate inside themselves is what the table of the CPU says."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

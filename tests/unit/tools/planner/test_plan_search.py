@@ -1,7 +1,5 @@
 """The search walks all plans, keeps what is fixed, and drops what does not fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From events to time: figures worked out by hand, on hardware with round figures."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

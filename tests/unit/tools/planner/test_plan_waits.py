@@ -1,7 +1,5 @@
 """When the traced step waits for its communication: HSDP, DDP and TP, as a run on the CPU does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Drawing images: with a cache as without, and within a time limit."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What simulations take: seconds that grow with the work, few CPU-seconds and bytes when large."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

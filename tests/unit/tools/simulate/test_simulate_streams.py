@@ -1,7 +1,5 @@
 """Streams in virtual time: figures worked out by hand, and properties of any programs."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
