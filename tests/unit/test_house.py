@@ -14,8 +14,8 @@ TOOLS = ROOT / "titanlite/tools"
 # the record of a step's messages that it makes possible, and by what verify sees of code of other
 # people: code between modules (events.py), needless traffic (watching.py, economy.py), tolerances
 # from measured rounding (sensitivity.py, perturbation.py), the first line whose result is wrong
-# (program/values.py, lines.py), what a wrong update does (program/weights.py), and jobs of TorchTitan
-# (tools/torchtitan).
+# (program/values.py, lines.py), what a wrong update does (program/weights.py), and by jobs of
+# TorchTitan (tools/torchtitan).
 CORE, LIBRARY, TESTS = 34_000, 75_000, 45_000
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.
 TOKENS_OF_A_LINE = 8.5

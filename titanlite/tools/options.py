@@ -84,3 +84,19 @@ def write(path: str | Path, content: str | Callable[[Path], None]) -> str:
             f"{path}: cannot be written ({error.strerror}); give another file"
         ) from error
     return f"wrote {path}"
+
+
+def counting_bar() -> Any:
+    """A bar with "n/total" and the time, on stderr; it shows nothing if that is no terminal."""
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return progress.Progress(
+        progress.TextColumn("[progress.description]{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )

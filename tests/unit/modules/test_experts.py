@@ -465,7 +465,7 @@ def test_folders_of_other_experts_are_refused() -> None:
 
 def test_loads_are_drawn(tmp_path: Any) -> None:
     from titanlite.observe.metrics import StepRecord
-    from titanlite.tools.gallery.experts import save_expert_loads
+    from titanlite.tools.gallery.pictures import save_expert_loads
 
     counts = [{"layers.0.moe": [8, 0, 4, 4], "layers.1.moe": [4, 4, 4, 4]}] * 3
     records = [

@@ -1,6 +1,6 @@
 """The layout of a timeline's picture: boxes, texts and lines in pixels, for every format.
 
-schedule_svg.py and schedule_png.py draw what `marks` yields, schedule_html.py looks up `cells`.
+schedule_svg.py and schedule_png.py draw what `marks` yields; a page looks up `cells`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A timeline as SVG: one row per rank, time across, coloured by microbatch, curves below."""
+"""A timeline as SVG, and as a page with hover text and zoom.
+
+One row per rank, time across, coloured by microbatch, curves below.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from titanlite.schedule.timeline import WORK, Timeline
+from titanlite.tools.figures.page_file import FOLDER, make_page
 from titanlite.tools.figures.schedule_layout import (
     Box,
     Canvas,
@@ -16,6 +20,7 @@ from titanlite.tools.figures.schedule_layout import (
     SpanBox,
     Text,
     canvases_of,
+    cells,
     marks,
 )
 
@@ -40,6 +45,30 @@ def draw_svg(*timelines: Timeline) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
+def draw_html(timelines: Sequence[Timeline] | Timeline, table: str = "") -> str:
+    """A page with the pictures below each other, and `table` (HTML) above them.
+
+    Hovering over a cell shows its work, row, start and end. Two buttons zoom.
+    """
+    if isinstance(timelines, Timeline):
+        timelines = [timelines]
+    title = ", ".join(timeline.title for timeline in timelines)
+    canvases = canvases_of(timelines)
+    figures = "\n".join(f"<figure>{picture}</figure>" for picture in draw_canvases(canvases))
+    data = [_hover_data(canvas) for canvas in canvases]
+    return make_page(FOLDER / "schedule", title, data, table=table, figures=figures)
+
+
+def _hover_data(canvas: Canvas) -> dict[str, object]:
+    """By row, the box of each cell in pixels and its description, from back to front."""
+    timeline = canvas.timeline
+    rows: list[list[list[object]]] = [[] for _ in timeline.rows]
+    for span, box in cells(canvas):
+        edges = box.x, box.y, box.x + box.width, box.y + box.height
+        rows[span.row].append([*(round(edge, 2) for edge in edges), timeline.describe(span)])
+    return {"top": canvas.top, "rowHeight": canvas.row_height, "rows": rows}
+
+
 def draw_canvases(canvases: Sequence[Canvas]) -> list[str]:
     """The SVG element of each timeline."""
     num_cells = sum(len(canvas.timeline.spans) for canvas in canvases)
@@ -59,14 +88,14 @@ def _elements(canvas: Canvas, with_hover: bool) -> Iterator[str]:
     yield "</svg>"
 
 
-def _hovered(timeline: Timeline, cells: Iterable[Any]) -> Iterator[str]:
-    for span, box in cells:
+def _hovered(timeline: Timeline, drawn: Iterable[Any]) -> Iterator[str]:
+    for span, box in drawn:
         yield f"{_rect(box)}><title>{escape(timeline.describe(span))}</title></rect>"
 
 
-def _paths(timeline: Timeline, cells: Iterable[Any]) -> Iterator[str]:
+def _paths(timeline: Timeline, drawn: Iterable[Any]) -> Iterator[str]:
     """One path for the cells of a colour that follow each other in the order of drawing."""
-    for _, group in groupby(cells, lambda cell: cell.span.kind in WORK):
+    for _, group in groupby(drawn, lambda cell: cell.span.kind in WORK):
         paths: dict[str, list[str]] = {}
         for cell in group:
             x, y, width, height, fill = cell.box

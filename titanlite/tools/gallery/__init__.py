@@ -1,7 +1,7 @@
 """The pictures of a run: what the commands hand to it (titanlite.observe.reporter.Artist).
 
 ending.py    at its end: the loss curve, the load of experts, and samples beside real ones
-loss.py experts.py   these pictures, from plain values
+pictures.py  the first two, from plain values
 
 This module imports no torch, since a launcher that runs no step imports it.
 """

@@ -61,7 +61,7 @@ def _draw_curve(job: Job, folder: Path) -> str:
     if not records:
         return f"no loss curve was drawn: there are no records in {folder / FILE_NAME}"
     # matplotlib is slow to import: only on this rank, and only when needed.
-    from titanlite.tools.gallery.loss import save_loss_curve
+    from titanlite.tools.gallery.pictures import save_expert_loads, save_loss_curve
 
     in_nats = job.data.is_in_nats and job.config.training.loss is None
     save_loss_curve(
@@ -73,7 +73,5 @@ def _draw_curve(job: Job, folder: Path) -> str:
     )
     if job.trainer.balancer is None:
         return f"loss curve: {folder / CURVE}"
-    from titanlite.tools.gallery.experts import save_expert_loads
-
     save_expert_loads(folder / LOADS, records)
     return f"loss curve: {folder / CURVE}\nload of experts: {folder / LOADS}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from titanlite.errors import RankError
+from titanlite.errors import RankError, number_ranks
 from titanlite.tools.lab.pictures import Record
 from titanlite.tools.lab.record import COLLECTIVE, RECEIVE, RETURN, SEND, WAIT, Call, Event
 
@@ -160,8 +160,7 @@ def _wait(record: Record, awaited: Event, missing: tuple[int, ...]) -> str:
     """What a rank waits for; ends with the rank that it waits for."""
     if awaited.kind == COLLECTIVE:
         name = record.names[awaited.rank, awaited.number]
-        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        return f"waits in {name}{_at(awaited)} for {ranks}"
+        return f"waits in {name}{_at(awaited)} for {number_ranks(missing)}"
     message = record.message_of(awaited)
     if awaited.kind == SEND:
         place = f"{_inside(message.within)}{_at(awaited)}"

@@ -25,7 +25,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--svg", metavar="FILE", help=f"draw one of {', '.join(PICTURES)} instead")
     options = parser.parse_args(arguments)
     if options.svg:
-        return _draw(options)
+        if options.table or len(options.topics) != 1 or options.topics[0] not in PICTURES:
+            raise ConfigError(
+                f"--svg: name one picture, of {', '.join(PICTURES)}, and nothing else"
+            )
+        print(write(options.svg, PICTURES[options.topics[0]]()))
+        return 0
     names = list(TOPICS) if options.topics == ["all"] else options.topics
     for name in names:
         if name not in TOPICS:
@@ -51,13 +56,6 @@ def main(arguments: Sequence[str]) -> int:
                 print("\n" * (number > 0) + answer(TOPICS[name], numbers), flush=True)
     finally:
         runs.close()
-    return 0
-
-
-def _draw(options: argparse.Namespace) -> int:
-    if options.table or len(options.topics) != 1 or options.topics[0] not in PICTURES:
-        raise ConfigError(f"--svg: name one picture, of {', '.join(PICTURES)}, and nothing else")
-    print(write(options.svg, PICTURES[options.topics[0]]()))
     return 0
 
 

@@ -15,11 +15,11 @@ from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show, show_name
 from titanlite.errors import ConfigError
 from titanlite.quantities import format_bytes, format_count, format_seconds
+from titanlite.tools.options import counting_bar
 from titanlite.tools.planner.evaluate import FoundPlan
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.search import SearchResult, search
 from titanlite.tools.planner.space import CHANGED, GLOBAL_BATCH, Space, describe, value_of
-from titanlite.tools.simulate.progress import counting_bar
 
 
 def make_space(

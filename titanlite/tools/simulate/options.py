@@ -139,7 +139,7 @@ def write_timelines(
 
         wrote.append(write(options.svg, draw_svg(*timelines)))
     if options.html:
-        from titanlite.tools.figures.schedule_html import draw_html
+        from titanlite.tools.figures.schedule_svg import draw_html
 
         wrote.append(write(options.html, draw_html(timelines, table)))
     return wrote

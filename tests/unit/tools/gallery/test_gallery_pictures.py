@@ -11,7 +11,7 @@ from matplotlib.image import imread
 
 from titanlite.data.images.picture import save_image_grid
 from titanlite.observe.metrics import StepRecord
-from titanlite.tools.gallery.loss import save_loss_curve
+from titanlite.tools.gallery.pictures import save_loss_curve
 
 
 def make_records(count: int) -> list[StepRecord]:
