@@ -1,7 +1,7 @@
 """Hooks that start an asynchronous all-reduce of each gradient in the last microbatch's backward pass.
 
-Thread: https://github.com/InternLM/InternLM/issues/323 "[QA] ... AccumulateGrad ... hook" (what is the hook on
-AccumulateGrad for?), 2023-09-19.
+Thread: https://github.com/InternLM/InternLM/issues/323 "[QA]" (title in Chinese: what is the purpose of the hook
+on AccumulateGrad?), 2023-09-19.
 Right: the hooks run after a gradient was accumulated, skip all microbatches but the last, and the trainer waits
 for all reductions before the step. The embedding is used twice, as the output layer too: its hook runs once.
 Must not be accused: reductions that end after the backward pass, gradients that are divided afterwards, a
