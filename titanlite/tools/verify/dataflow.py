@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from titanlite.tools.verify.evidence import EXPLAINED, Evidence, JobEvidence, holder_of, pooled
-from titanlite.tools.verify.record import ModuleOutput, around, is_input, module_of
+from titanlite.tools.verify.record import CodeRun, ModuleOutput, around, is_input, module_of
 from titanlite.tools.verify.wording import agree, is_near, listed, name_ranks, times
 
 
@@ -49,7 +49,7 @@ def first_difference(e: Evidence) -> Iterator[str]:
             f"{describe_event(odd[0] if odd else first)} has the rows or columns of one process in "
             "another order: if that is not intended, the error is there"
         )
-    details = list(_details(e, first, outputs))
+    details = list(_details(e, first, outputs)) or list(_other_samples(e, first))
     parts += details
     parts += _of_module(e, first, outputs)
     parts += lines * (not is_between)
@@ -132,6 +132,32 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
         )
 
 
+def _other_samples(e: Evidence, first: str) -> Iterator[str]:
+    """Whether ranks that have shards of a module and join what they compute read other samples."""
+    module = module_of(first)
+    is_cut = any(
+        "sharded" in axes.values()
+        for run in e.runs
+        for name, axes in run.placements.items()
+        if holder_of(name) == module
+    )
+    groups = {
+        group
+        for trace in e.watched
+        for call, of_call in trace.groups.items()
+        for group in of_call
+        if module_of(call) == module
+    }
+    for group in sorted(groups) if is_cut and not is_input(first) else ():
+        runs = [run for run in e.runs if run.rank in group and isinstance(run, CodeRun)]
+        if len({run.parts[max(1, e.step) - 1] for run in runs}) > 1:
+            yield (
+                f"ranks {listed(group)} have shards of it and join what they compute, but do not "
+                "read the same samples, which they must: split the batch over the other ranks only"
+            )
+            return
+
+
 def _own_part_alone(e: Evidence, module: str, ranks: Sequence[int]) -> Iterator[str]:
     """Whether a module reads a part of what it reads on one process, and exchanges nothing."""
     given = [
@@ -140,7 +166,7 @@ def _own_part_alone(e: Evidence, module: str, ranks: Sequence[int]) -> Iterator[
         for event, one in trace.events.items()
         if is_input(event) and module_of(event) == module and trace.rank in ranks
     ]
-    exchanges = any(module_of(call) == module for run in e.watched for call in run.communicating)
+    exchanges = any(module_of(call) == module for trace in e.watched for call in trace.groups)
     if e.watched and given and not exchanges and all(one.is_part for one in given):
         yield (
             "the module reads only this rank's part of what it reads on one process, and exchanges "
@@ -254,6 +280,12 @@ def sums_of_output(e: Evidence, outputs: Mapping[int, ModuleOutput]) -> Iterator
     """What is wrong with the output if it is right but for its bias, or summed over an axis."""
     traces = [trace for trace in e.traces if trace.rank in outputs]
     own = {None if (n := one.biases) is None else round(n, 6) for one in outputs.values()}
+    extra = {one.extra and (one.extra[0], round(one.extra[1], 6)) for one in outputs.values()}
+    if len(extra) == 1 and (more := extra.pop()) is not None:
+        source, factor = more
+        often = f"{factor:g} times too often" if factor > 0 else f"{-factor:g} times too seldom"
+        yield f"it contains {describe_event(source)} {often}, and is correct otherwise"
+        return
     if own != {None} and len(own) == 1:
         yield _biases(e, own.pop() or 0.0, "the output contains")
         return

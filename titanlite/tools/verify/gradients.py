@@ -17,6 +17,7 @@ from titanlite.tools.verify.evidence import (
     holder_of,
     pooled,
 )
+from titanlite.tools.verify.record import CodeRun
 from titanlite.tools.verify.shares import describe_shares
 from titanlite.tools.verify.wording import (
     Explained,
@@ -175,10 +176,25 @@ def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[Explained]:
         is_of_plan = axis == "tp" and isinstance(e, JobEvidence)
         named = ", or name it in partial_gradients of the ParallelPlan" if is_of_plan else ""
         yield Explained(
-            f"{who} {be(who)} correct only after a sum over {axis}{words}: each rank has the "
-            f"gradient of its own tokens only. Add the missing all-reduce over {axis}{named}",
+            f"{who} {be(who)} correct only after a sum over {axis}{words}: {_own_share(e, axis)}. "
+            f"Add the missing all-reduce over {axis}{named}",
             names,
         )
+
+
+def _own_share(e: Evidence, axis: str) -> str:
+    """Why ranks along an axis have different shares of a gradient."""
+    parts: dict[tuple[tuple[str, int], ...], set[str]] = defaultdict(set)
+    for run in e.runs:
+        if isinstance(run, CodeRun):
+            others = tuple((a, n) for a, n in run.coordinates.items() if a != axis)
+            parts[others].add(run.parts[max(1, e.step) - 1])
+    if parts and all(len(found) == 1 for found in parts.values()):
+        return (
+            "all ranks have the same tokens, so what the weight reads, or the gradient of what it "
+            f"returns, is only the rank's share of a sum over {axis}"
+        )
+    return "each rank has the gradient of its own tokens only"
 
 
 def _all_before(e: Evidence, wrong: Sequence[str], explained: Sequence[str]) -> list[str]:

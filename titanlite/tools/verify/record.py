@@ -271,6 +271,10 @@ class ModuleOutput:
     """Whether it requires no gradient, but the reference's does."""
     has_no_gradient: bool = False
     """Whether no gradient of it arrives, but one of the reference's does."""
+    extra: tuple[str, float] | None = None
+    """A tensor that it is computed from, and how often too much it is in it, if nothing else is
+    wrong.
+    """
     is_part: bool = False
     """Whether it is compared with a part of the reference's, of other code."""
     biases: float | None = None
@@ -326,8 +330,8 @@ class RankTrace:
     lines_backward: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The same for the gradients of these tensors."""
     wrong_line: WrongLine | None = None
-    communicating: tuple[str, ...] = ()
-    """The calls of modules inside which ranks exchange something."""
+    groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """Call of a module -> the groups of ranks that exchange something inside it."""
 
     @property
     def modules(self) -> dict[str, ModuleOutput]:
@@ -383,6 +387,8 @@ class PartFits:
     """What else parts may be weighted by."""
     rows: dict[int, dict[str, WrongRows]]
     """Rank -> gradient -> the few rows that differ, if the others agree."""
+    previous: dict[str, float]
+    """Gradient -> how often it also contains that of the step before, on every rank."""
 
     def explains(self, name: str) -> bool:
         """Whether a gradient is such a sum on every rank."""
@@ -410,6 +416,8 @@ class Update(NamedTuple):
     """Whether it is what the step does with this part as if it were the whole tensor."""
     decay: Agreement
     """The error of the new weight beside the weight before the step."""
+    num_kept: int
+    """The number of wrong elements, if the step has changed none of them."""
 
 
 @dataclass

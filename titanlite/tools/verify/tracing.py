@@ -246,10 +246,29 @@ class Tracer:
             if compare(own[first]).difference < EXACT:
                 found[first].biases = biases.get("")
             biases.clear()
+            found[first].extra = self._extra(first, own, known)
         shapes = [of_rank[first][2] if first in of_rank else None for of_rank in everyone]
         totals = sum_over_axes(self.subject, shapes, lambda: own[first])
         sums = {axis: compare(total, axis) for axis, total in totals.items()}
         return {"summed_output": sums, "summed_biases": biases}
+
+    def _extra(
+        self, first: str, own: Mapping[str, Tensor], known: Mapping[str, Any]
+    ) -> tuple[str, float] | None:
+        """What a wrong tensor has too much of, if it is a multiple of what it is computed from."""
+        part = self.chosen[first][0](known["outputs"][first][0])
+        if part.shape != own[first].shape or not part.is_floating_point():
+            return None
+        for source in self.reference.flow.get(first, ()):
+            if source not in self.chosen or known["outputs"][source][0].ndim != part.ndim:
+                continue
+            other = self.chosen[source][0](known["outputs"][source][0])
+            if other.shape == part.shape and other.any():
+                fit = agreement(own[first] - part, other, part)
+                factor = fit.ab / fit.bb
+                if abs(factor) > EXACT and fit.aa - factor * fit.ab <= EXACT**2 * fit.aa:
+                    return source, factor
+        return None
 
     def _sum_backward(
         self,

@@ -184,8 +184,12 @@ def explain_buffers(e: Evidence) -> Iterator[str]:
     )
     yield (
         f"buffers differ from those of one process after step {e.step}: {listed(wrong, 3)}; {how}. "
-        "What a buffer keeps of the batch must reach all ranks that read it: reduce statistics, "
-        "gather rows, in the order of the batch"
+        + (
+            "What a buffer keeps of the batch must reach all ranks that read it: reduce "
+            "statistics, gather rows, in the order of the batch"
+            if apart
+            else "Look at how often a step updates them, and from what"
+        )
     )
 
 

@@ -253,7 +253,7 @@ class StepWatch:
 
     def _communicate(self, kind: str, space: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator that sends or receives."""
-        group = next(found for arg in args if (found := _group(arg)) is not None)
+        group = next(found for arg in args if (found := group_of(arg)) is not None)
         if space == "c10d":
             outputs = _tensors(args[:1])
             inputs = _tensors(args[1:2]) if kind in INTO_ANOTHER else outputs
@@ -415,7 +415,7 @@ class _Ears:
         kind = call.operation.partition(" ")[0]
         if rank in self.watches and kind != "barrier":
             watch = self.watches[rank]
-            group = _group(call.group)
+            group = group_of(call.group)
             whole = sum(map(_num_bytes, tensors))
             whole *= len(ranks) if kind in ("all_gather", "gather") else 1
             watch.end(watch.begin(kind, group, tensors, whole), results)
@@ -424,7 +424,7 @@ class _Ears:
     def message(self, rank: int, peer: int, tensor: Tensor, channel: str, *, is_send: bool) -> int:
         if rank in self.watches:
             watch = self.watches[rank]
-            group = _group(channel.rpartition(" ")[0])
+            group = group_of(channel.rpartition(" ")[0])
             kind = "send" if is_send else "receive"
             index = watch.begin(kind, group, [tensor], _num_bytes(tensor))
             watch.end(index, [] if is_send else [tensor])
@@ -458,7 +458,7 @@ def _kind_of(name: str) -> str | None:
     return KINDS.get(short)
 
 
-def _group(value: Any) -> Any:
+def group_of(value: Any) -> Any:
     """The process group that an argument of an operator is, or names; None if it does not."""
     if isinstance(value, torch.ScriptObject):
         with contextlib.suppress(RuntimeError):

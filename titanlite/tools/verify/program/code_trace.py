@@ -43,6 +43,8 @@ class CodeTracer(Tracer):
     tolerance: float
     sizes: dict[int, list[int]] = field(default_factory=dict, kw_only=True)
     """Number of microbatches -> how many of the rank's rows each of them has."""
+    layouts: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
+    """Numbers of rows, the rank's and all -> which of all rows a tensor had, which others may."""
 
     # The loss may be a mean over the rank's own part.
     scales_gradients = True
@@ -115,6 +117,7 @@ class CodeTracer(Tracer):
             per_dim = [list(self._ways_of_dim(call, whole, dim, share)) for dim in range(call.ndim)]
             for cuts in itertools.islice(itertools.product(*per_dim), MOST_WAYS):
                 yield functools.partial(_cut, cuts)
+        yield from self._known_layout(call, whole)
         grid = self._tokens(whole, share)
         if grid is None or call.ndim < 2:
             return
@@ -133,6 +136,17 @@ class CodeTracer(Tracer):
                     yield functools.partial(
                         _take, tokens.flatten(), (feature, features), call.shape
                     )
+
+    def _known_layout(self, call: Tensor, whole: Tensor) -> Iterator[Select]:
+        """Rows in the order of another tensor of this step, and a chunk of their features."""
+        if call.ndim < 2 or whole.ndim < 2 or not call.size(-1) or whole.size(-1) % call.size(-1):
+            return
+        rows = self.layouts.get((call[..., 0].numel(), whole[..., 0].numel()))
+        count = whole.size(-1) // call.size(-1)
+        if rows is None:
+            return
+        for index in self._indices(count):
+            yield functools.partial(_take_rows, rows, (index, count), call.shape)
 
     def _tokens(self, whole: Tensor, share: tuple[int, int]) -> Tensor | None:
         """The numbers [rows, columns] of this rank's tokens among all rows of `whole`."""
@@ -155,6 +169,9 @@ class CodeTracer(Tracer):
         if own.size(1) == known.size(1) > 1 and own.size(0) > 1:
             rows = _find_rows(own, known, most)
             if rows is not None:
+                if len(rows) < len(known):
+                    # All rows in another order may be the error itself.
+                    self.layouts.setdefault((len(rows), len(known)), rows)
                 return lambda tensor: _rows_or_zero(tensor.flatten(0, -2), rows).view(call.shape)
         grid = self._tokens(whole, share)
         tokens = torch.arange(known.size(0)) if grid is None else grid.flatten()
@@ -245,6 +262,11 @@ def _take(tokens: Tensor, feature: tuple[int, int], shape: torch.Size, whole: Te
     """Some tokens, and a chunk (index, count) of their features, in a shape."""
     index, count = feature
     return whole.flatten(0, -2)[tokens].chunk(count, -1)[index].reshape(shape)
+
+
+def _take_rows(rows: Tensor, feature: tuple[int, int], shape: torch.Size, whole: Tensor) -> Tensor:
+    index, count = feature
+    return _rows_or_zero(whole.flatten(0, -2), rows).chunk(count, -1)[index].reshape(shape)
 
 
 def _find_rows(own: Tensor, known: Tensor, most: float) -> Tensor | None:

@@ -565,6 +565,7 @@ class _Judging:
             number = 0 if parts is None else sum(map(parts.explains, wrong))
             if parts is not None and number > most:
                 most, evidence.shares, evidence.rows = number, parts.fits, parts.rows
+                evidence.previous = parts.previous
                 evidence.weights, evidence.counts = parts.weights, parts.counts
                 evidence.parts = [
                     (ranks, index if count > 1 else None)

@@ -61,6 +61,8 @@ class PartEvidence(Evidence):
     """Parameter -> how often a backward pass adds to its gradient in the reference."""
     rows: Mapping[int, Mapping[str, WrongRows]] = field(default_factory=dict)
     """Rank -> gradient -> the few rows of it that differ."""
+    previous: Mapping[str, float] = field(default_factory=dict)
+    """Gradient -> how often it also contains that of the step before."""
     updates: Mapping[int, Mapping[str, Update]] = field(default_factory=dict)
     """Rank -> wrong weight -> what the step did to it."""
 
@@ -95,6 +97,12 @@ class PartEvidence(Evidence):
             return (
                 "Each rank's new values are those that the step gives if its shard is taken for "
                 "the whole tensor: this optimizer needs the whole tensor, so gather it before"
+            )
+        if all(one.num_kept for one in wrong):
+            number = max(sum(one.num_kept for one in own.values()) for own in self.updates.values())
+            return (
+                f"{number} elements that a rank has of them are not changed at all, and all others "
+                "agree: no rank updates these. Look at how the parameters are divided among ranks"
             )
         factor, left = pooled([one.decay for one in wrong])
         if left < EXPLAINED and factor:
@@ -273,6 +281,19 @@ def explain_accumulated(e: PartEvidence) -> Iterator[str]:
         )
 
 
+def explain_previous(e: PartEvidence) -> Iterator[str]:
+    """Gradients of the step before that are still there."""
+    if names := [name for name in e.failed("gradient") if name in e.previous]:
+        who = name_parameters(names, e.runs, "gradient")
+        often = {e.previous[name] for name in names}
+        times = f" {often.pop():g} times" if len(often) == 1 else ""
+        yield Explained(
+            f"{who} {'is' if be(who) == 'is' else 'are'} the right one of this step plus{times} "
+            f"that of step {e.step - 1}: what gathers gradients is not cleared between steps",
+            names,
+        )
+
+
 def explain_microbatches(e: PartEvidence) -> Iterator[str]:
     """A step with another number of microbatches, divided by that of step 1."""
     now, first = e.num_microbatches, e.first_microbatches
@@ -340,7 +361,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_recomputation,),
     (explain_forward,),
     (explain_ties,),
-    (explain_microbatches,),
+    (explain_microbatches, explain_previous),
     (explain_step_of_local_gradients,),
     (explain_parts,),
     (explain_logarithm,),

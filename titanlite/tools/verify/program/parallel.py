@@ -199,7 +199,7 @@ class _Measuring:
         """The lines that were noted in a watched step, and the first whose result is wrong."""
         trace, number = tracer.lines(kept), max(map(len, kept.first.values()), default=1)
         trace.wrong_line = first_wrong_line(tracer, kept.values, self.folder, number)
-        trace.communicating = tuple(kept.values.communicating)
+        trace.groups = {call: tuple(groups) for call, groups in kept.values.groups.items()}
         return trace
 
     def _save_update(self, subject: Subject, found: RankStep, step: int, run: CodeRun) -> None:

@@ -18,6 +18,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from titanlite import pickles
 from titanlite.ranks.world import World
+from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.events import Events, Watch
 from titanlite.tools.verify.inspect_model import watched
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
@@ -168,7 +169,25 @@ def find_shares(
         _add_undetermined(fits[file["rank"]], file["gradients"], of_parts, of_whole, record)
     clean_up()
     rows = {file["rank"]: _wrong_rows(file["gradients"], record["gradients"]) for file in saved}
-    return PartFits(fits, tuple(one / sum(of_whole) for one in of_whole), _counts_of(parts), rows)
+    weights = tuple(one / sum(of_whole) for one in of_whole)
+    previous = _previous(saved, record["gradients"], before.get("gradients", {}))
+    return PartFits(fits, weights, _counts_of(parts), rows, previous)
+
+
+def _previous(
+    saved: Sequence[Mapping[str, Any]], known: Mapping[str, Tensor], before: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Gradients that are right but for a multiple of those of the step before."""
+    found: dict[str, set[float]] = {}
+    for file in saved:
+        for name, (own, elements) in file["gradients"].items():
+            if name in before and name in known:
+                right, old = (some[name].flatten()[elements] for some in (known, before))
+                one = agreement(own - right, old, right)
+                factor = one.ab / one.bb if one.bb else 0.0
+                is_so = one.aa and one.aa - factor * one.ab <= LEFT**2 * one.aa
+                found.setdefault(name, set()).add(round(factor, 6) if is_so else 0.0)
+    return {name: min(own) for name, own in found.items() if len(own) == 1 and min(own)}
 
 
 def _add_undetermined(

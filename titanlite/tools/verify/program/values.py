@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import is_pending
+from titanlite.tools.verify.watching import group_of
 
 # Larger values are not kept.
 MOST_ELEMENTS, MOST_BYTES = 1 << 20, 1 << 28
@@ -40,15 +42,18 @@ class Values:
     sources: list[tuple[int, ...]] = field(default_factory=list)
     mixes: list[bool] = field(default_factory=list)
     """Whether an element of the value depends on several of what it is computed from."""
-    communicating: dict[str, None] = field(default_factory=dict)
-    """The calls of modules inside which ranks exchange something."""
+    groups: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
+    """Call of a module -> the groups of ranks that exchange something inside it."""
     num_bytes: int = 0
     _makers: Any = field(default_factory=WeakTensorKeyDictionary)
 
     def note(self, calls: Sequence[str], line: str, operator: Any, given: Any, result: Any) -> None:
         """Note the first tensor that an operator returns, inside calls of modules."""
         if operator.namespace in COMMUNICATION:
-            self.communicating |= dict.fromkeys(calls)
+            groups = filter(None, map(group_of, tree_leaves(given)))
+            ranks = next((tuple(dist.get_process_group_ranks(one)) for one in groups), ())
+            for call in calls:
+                self.groups[call].add(ranks)
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not found:
             return

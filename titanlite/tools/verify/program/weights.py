@@ -19,6 +19,7 @@ from titanlite import pickles
 from titanlite.modules.shards import local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import agreement
+from titanlite.tools.verify.evidence import WRONG
 from titanlite.tools.verify.program.building import in_dtype, make_optimizer
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Agreement, Update
@@ -85,10 +86,12 @@ def _judge(
         if own.shape == before.shape:
             fit = agreement(own - before, known - before, known - before)
             is_alone = name in alone and _same(own, alone[name].detach(), known)
-            found[name] = Update(fit, is_alone, agreement(own - known, before, before))
+            is_wrong = (own - known).abs() > WRONG * known.abs().max()
+            num_kept = 0 if (own - before)[is_wrong].any() else int(is_wrong.sum())
+            found[name] = Update(fit, is_alone, agreement(own - known, before, before), num_kept)
     return found
 
 
 def _same(own: Tensor, other: Tensor, known: Tensor) -> bool:
     found: Agreement = agreement(own, other, known)
-    return found.difference < 1e-9
+    return found.difference < WRONG
