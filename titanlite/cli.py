@@ -67,6 +67,7 @@ COMMANDS = {
         "titanlite.tools.debug.command",
         "open pdb in one rank of a job, while all others stand still",
         "titanlite debug configs/tp2_fsdp2.toml --rank 3",
+        of_torchtitan="debug",
     ),
     "plan": Command(
         "titanlite.tools.planner.command",
