@@ -69,6 +69,12 @@ COMMANDS = {
         "titanlite debug configs/tp2_fsdp2.toml --rank 3",
         of_torchtitan="debug",
     ),
+    "import": Command(
+        "titanlite.tools.torchtitan.command",
+        "print a configuration of TorchTitan 0.3 as a job in TOML",
+        "titanlite import torchtitan:llama3_8b",
+        function="to_toml",
+    ),
     "plan": Command(
         "titanlite.tools.planner.command",
         "show what a step takes on any number of ranks, before it runs",

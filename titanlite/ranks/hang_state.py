@@ -74,6 +74,7 @@ PLUMBING = (
     os.path.join(OURS, "titanlite", "ranks") + os.sep,
     os.path.join(OURS, "titanlite", "mesh") + os.sep,
     os.path.join(OURS, "titanlite", "tools", "debug") + os.sep,
+    os.path.join(OURS, "titanlite", "tools", "torchtitan") + os.sep,
 )
 
 

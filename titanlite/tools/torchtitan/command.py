@@ -68,3 +68,23 @@ def debug(arguments: Sequence[str]) -> int:
     from titanlite.tools.torchtitan.debug import debug_job
 
     return debug_job(options)
+
+
+IMPORT_HELP = """usage: titanlite import torchtitan:NAME [--section.key=value ...] > job.toml
+
+Print a configuration of TorchTitan 0.3 as a job of titanlite, in TOML. What titanlite lacks is a
+comment with the reason.
+
+exit status: 0 printed, 2 bad input"""
+
+
+def to_toml(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status. Raises ConfigError for bad input."""
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        print(IMPORT_HELP)
+        return 0
+    options = parse(arguments)
+    from titanlite.tools.torchtitan.to_toml import import_job
+
+    print(import_job(options), end="")
+    return 0
