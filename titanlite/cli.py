@@ -67,6 +67,13 @@ COMMANDS = {
         "titanlite.tools.debug.command",
         "open pdb in one rank of a job, while all others stand still",
         "titanlite debug configs/tp2_fsdp2.toml --rank 3",
+        of_torchtitan="debug",
+    ),
+    "import": Command(
+        "titanlite.tools.torchtitan.command",
+        "print a configuration of TorchTitan 0.3 as a job in TOML",
+        "titanlite import torchtitan:llama3_8b",
+        function="to_toml",
     ),
     "plan": Command(
         "titanlite.tools.planner.command",

@@ -6,17 +6,22 @@ import gc
 import logging
 import os
 from importlib import metadata
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from titanlite.cli import main
+from titanlite.config import JobConfig
 from titanlite.tools.torchtitan.stand_ins import MovedError, standing_in
 
 try:
     import torchtitan
 except ModuleNotFoundError:
     torchtitan = None
+
+tomllib = pytest.importorskip("tomllib")
 
 needs_torchtitan = pytest.mark.skipif(
     torchtitan is None, reason='pip install -e ".[torchtitan]" brings TorchTitan'
@@ -50,13 +55,22 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
             id="wrong division",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            # Of the release itself: https://github.com/pytorch/torchtitan/pull/4332
+            "gpt_oss_debugmodel",
+            1,
+            ("layers.0.attention.wo.bias", "0.5 times as large as on one process"),
+            id="its own, wrong bias",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_plan(
     job: str, status: int, said: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = gc.isenabled(), logging.root.manager.disable, dict(os.environ)
-    assert main(["verify", f"torchtitan:{job}", TP2, FSDP2, "--steps=1"]) == status
+    command = ["verify", f"torchtitan:{job}", TP2, FSDP2, "--steps=1"]
+    assert main([*command, "--parallelism.spmd_backend=partial_dtensor"]) == status
     assert (gc.isenabled(), logging.root.manager.disable, dict(os.environ)) == before
     out = " ".join(capsys.readouterr().out.split())
     assert all(text in out for text in said), out
@@ -90,6 +104,24 @@ def test_bad_input_is_one_line(
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+@needs_torchtitan
+def test_the_debugger_stops_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch("sys.stdin", StringIO("others\nq\n")):
+        assert main(["debug", "torchtitan:torchtitan_plan.configs:stopped", TP2, "--rank=1"]) == 1
+    out = capsys.readouterr().out
+    assert "rank 0 is waiting for rank 1 in all_gather" in out
+    assert "torchtitan/protocols/module.py" in out
+
+
+@needs_torchtitan
+def test_a_configuration_as_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "torchtitan:llama3_8b", TP2]) == 0
+    text = capsys.readouterr().out
+    assert '# spmd_backend = "spmd_types": titanlite lacks it' in text
+    job = JobConfig.from_dict(tomllib.loads(text.replace('dataset = "c4"', 'dataset = "pydoc"')))
+    assert (job.parallelism.tensor_parallel_degree, job.training.seq_len) == (2, 8192)
 
 
 @pytest.mark.parametrize("version", [None, "0.2.2"])

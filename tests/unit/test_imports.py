@@ -66,7 +66,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "learn": ("lab", "planner", "simulate", "figures"),
     "verify": (),
     # A job of TorchTitan is verified as any parallel code.
-    "torchtitan": ("verify",),
+    "torchtitan": ("verify", "debug"),
 }
 """Each tool, and the tools that it may import."""
 

@@ -75,6 +75,7 @@ PLUMBING = (
     os.path.join(OURS, "titanlite", "mesh") + os.sep,
     os.path.join(OURS, "titanlite", "tools", "debug") + os.sep,
     os.path.join(OURS, "titanlite", "tools", "verify", "watching.py"),
+    os.path.join(OURS, "titanlite", "tools", "torchtitan") + os.sep,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import spmd_types as spmd
+import torch.distributed as dist
 from torchtitan.models.common.decoder_sharding import dense_activation_placement
 from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -22,10 +23,24 @@ def divided_block() -> Any:
     return _job(_divided_block)
 
 
+def stopped() -> Any:
+    return _job(_stopped)
+
+
 def _job(parallelize: Any) -> Any:
     config = llama3_debugmodel()
     config.model_spec.parallelize_fn = parallelize
     return config
+
+
+def _stopped(model: Any, **options: Any) -> Any:
+    def stop(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            breakpoint()
+
+    model = parallelize_llama(model, **options)
+    model.layers["1"].register_forward_pre_hook(stop)
+    return model
 
 
 def _unreduced_embedding(model: Any, **options: Any) -> Any:

@@ -6,15 +6,14 @@ import pdb
 import sys
 import threading
 from bdb import BdbQuit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
-from titanlite.callbacks import TrainResult
-from titanlite.config import ResolvedJob, read_job
+from titanlite.config import read_job
 from titanlite.errors import ConfigError, RankError, TitanliteError, quote
 from titanlite.ranks.launch import Place, spawn
 from titanlite.run import train_on_rank
@@ -56,9 +55,17 @@ def main(arguments: Sequence[str]) -> int:
     size, rank = start.job.dims.world_size, options.rank
     if rank is not None and rank >= size:
         raise ConfigError(f"--rank: {rank} is not a rank of this job; give 0 to {size - 1}")
+    return debug_ranks(size, rank, train_on_rank, start.job, start.device_type)
+
+
+def debug_ranks(size: int, rank: int | None, function: Callable[..., Any], *args: Any) -> int:
+    """Run `function(place, *args)` on ranks that are threads, with a debugger in one or in any.
+
+    Returns the exit status of a command.
+    """
     before, sys.breakpointhook = sys.breakpointhook, Debugging(rank).at_breakpoint
     try:
-        spawn(_on_rank, size, start.job, start.device_type, rank, threads=True)
+        spawn(_on_rank, size, rank, function, args, threads=True)
     except TitanliteError as error:
         if isinstance(_first_cause(error), BdbQuit):
             print("stopped in the debugger", file=sys.stderr)
@@ -129,9 +136,9 @@ def _picture(name: str, text: str) -> str:
     return text
 
 
-def _on_rank(place: Place, job: ResolvedJob, device_type: str, rank: int | None) -> TrainResult:
+def _on_rank(place: Place, rank: int | None, function: Callable[..., Any], args: Any) -> Any:
     try:
-        return train_on_rank(place, job, device_type)
+        return function(place, *args)
     except Exception as error:
         cause = _first_cause(error)
         if not isinstance(cause, BdbQuit):

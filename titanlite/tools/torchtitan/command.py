@@ -48,3 +48,43 @@ def _header(lines: Sequence[tuple[str, str]]) -> str:
         textwrap.fill(text, WIDTH, initial_indent=f"{name:11}", subsequent_indent=" " * 11)
         for name, text in (*lines, ("", ""))
     )
+
+
+DEBUG_HELP = """usage: titanlite debug torchtitan:NAME [--rank N] [--steps N] [--section.key=value]
+
+Train a job of TorchTitan 0.3 on ranks that are threads of this process. A debugger (pdb) opens
+where a rank raises an error, and at breakpoint(); the other ranks stand still meanwhile. `others`
+lists where every rank is and what it waits for. The job runs as `titanlite verify` runs it.
+
+exit status: 0 the job has run, 1 it has not, 2 bad input"""
+
+
+def debug(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status. Raises ConfigError for bad input."""
+    if "--help" in arguments or "-h" in arguments:
+        print(DEBUG_HELP)
+        return 0
+    options = parse(arguments, is_debug=True)
+    from titanlite.tools.torchtitan.debug import debug_job
+
+    return debug_job(options)
+
+
+IMPORT_HELP = """usage: titanlite import torchtitan:NAME [--section.key=value ...] > job.toml
+
+Print a configuration of TorchTitan 0.3 as a job of titanlite, in TOML. What titanlite lacks is a
+comment with the reason.
+
+exit status: 0 printed, 2 bad input"""
+
+
+def to_toml(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status. Raises ConfigError for bad input."""
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        print(IMPORT_HELP)
+        return 0
+    options = parse(arguments)
+    from titanlite.tools.torchtitan.to_toml import import_job
+
+    print(import_job(options), end="")
+    return 0

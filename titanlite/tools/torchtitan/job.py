@@ -180,7 +180,8 @@ class TitanJob:
         for key in (*AXES.values(), "expert_parallel_degree"):
             attribute_of(config.parallelism, key)
             setattr(config.parallelism, key, 1)
-        config.parallelism.spmd_backend = small.parallelism.spmd_backend
+        # Of the backends the one that leaves plain tensors as they are.
+        config.parallelism.spmd_backend = "partial_dtensor"
         training.seq_len = small.training.seq_len
         training.local_batch_size = small.training.global_batch_size
         training.global_batch_size = -1

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Aux(NamedTuple):
+    """What attention returns beside its output."""
+
+    lse: Tensor
 
 
 def flex_attention(
@@ -74,7 +79,7 @@ def _attend(scores: Tensor, mask: Tensor | None, v: Tensor) -> tuple[Tensor, Any
         scores = scores.masked_fill(~mask, -torch.inf)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
-    return weights @ v, SimpleNamespace(lse=lse)
+    return weights @ v, Aux(lse)
 
 
 def grouped_product(a: Tensor, b: Tensor, *, offs: Tensor, **_: Any) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, quote
 from titanlite.tools.options import count
 from titanlite.tools.verify.command import VALUES as OF_VERIFY
 
@@ -24,6 +24,13 @@ class Options:
     ranks: int | None = None
     processes: bool = False
     full: bool = False
+    rank: int | None = None
+
+
+def rank_number(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"{name}: {quote(text)} is not a rank; give its number")
+    return int(text)
 
 
 VALUES: dict[str, Callable[[str, str], object]] = {
@@ -33,18 +40,20 @@ VALUES: dict[str, Callable[[str, str], object]] = {
     "--tolerance": OF_VERIFY["--tolerance"],
 }
 FLAGS = ("--processes", "--full")
+OF_DEBUG = {"--rank": rank_number}
 
 
-def parse(arguments: Sequence[str]) -> Options:
+def parse(arguments: Sequence[str], *, is_debug: bool = False) -> Options:
     """Parse a command line; raises ConfigError for a wrong option of titanlite's."""
     options, rest = Options(), list(arguments)
+    values = VALUES | (OF_DEBUG if is_debug else {})
     while rest:
         word = rest.pop(0)
         name, equals, text = word.partition("=")
-        if name in VALUES:
+        if name in values:
             if not equals and (not rest or rest[0].startswith("--")):
                 raise ConfigError(f"{name}: needs a value; write {name}=value")
-            value = VALUES[name](name, text if equals else rest.pop(0))
+            value = values[name](name, text if equals else rest.pop(0))
             setattr(options, name.removeprefix("--"), value)
         elif word in FLAGS:
             setattr(options, name.removeprefix("--"), True)

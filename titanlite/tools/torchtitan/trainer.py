@@ -11,10 +11,12 @@ import gc
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -28,6 +30,9 @@ from titanlite.tools.torchtitan.stand_ins import (
     keep_standing_in,
 )
 
+# Of a CPU, of torchrun's handler of faults, and of views that only an operator in place would harm.
+UNIMPORTANT = "In CPU autocast|DTensor (random|manual)|Unable to enable|FSDP2-wrapped module"
+
 Built = tuple[Any, ...]
 """The parts of the model on a rank, an optimizer, and the TrainerOfRank."""
 
@@ -37,7 +42,7 @@ class TrainerOfRank:
 
     def __init__(self, config: Any, dtype: str) -> None:
         self._widens = dtype == "float64"
-        ignore_warnings("In CPU autocast|DTensor (random|manual)|Unable to enable", UserWarning)
+        ignore_warnings(UNIMPORTANT, UserWarning)
         with self._mode():
             self.trainer = trainer = config.build()
         gc.enable()
@@ -113,18 +118,20 @@ class OptimizersOfRank(Optimizer):
 
 
 def build_plan(job: TitanJob, ranks: int | None, mesh: Any) -> Built:
-    """A rank's part of the job under its plan."""
-    return _build(job, lambda: job.plan(ranks).config)
+    """A rank's part of the job under its plan, in torch's default dtype."""
+    return _build(job, lambda job: job.plan(ranks).config)
 
 
 def build_reference(job: TitanJob, ranks: int | None) -> Built:
-    """The job on one rank."""
-    return _build(job, lambda: job.reference(job.plan(ranks)))
+    """The job on one rank, in torch's default dtype."""
+    return _build(job, lambda job: job.reference(job.plan(ranks)))
 
 
-def _build(job: TitanJob, read: Callable[[], Any]) -> Built:
+def _build(job: TitanJob, read: Callable[[TitanJob], Any]) -> Built:
     keep_standing_in()
-    of_rank = TrainerOfRank(read(), job.dtype)
+    # The rounding error of float32 is measured by a run in float64.
+    dtype = str(torch.get_default_dtype()).removeprefix("torch.")
+    of_rank = TrainerOfRank(read(replace(job, dtype=dtype)), dtype)
     return *of_rank.trainer.model_parts, OptimizersOfRank(of_rank), of_rank
 
 
@@ -134,6 +141,11 @@ def run_step(built: Built, part: Mapping[str, Tensor]) -> float | None:
 
 def clip(built: Built) -> Tensor:
     return built[-1].clip()
+
+
+def mesh_of(degrees: Mapping[str, int]) -> Any:
+    """The mesh along whose axes batches are split."""
+    return init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 
 def split(
