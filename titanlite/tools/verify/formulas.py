@@ -115,8 +115,13 @@ def stale_parameters(
         for name, one in job.parameters.items()
         if one is not parameters.get(name) or (one.requires_grad and id(one) not in updated)
     ]
-    if stale:
-        more = f" and {len(stale) - 1} other parameters" if len(stale) > 1 else ""
+    more = f" and {len(stale) - 1} other parameters" if len(stale) > 1 else ""
+    if stale and all(job.parameters[name] is parameters.get(name) for name in stale):
+        yield (
+            f"no parameter group of the optimizer has {stale[0]}{more}, so these weights stay as "
+            "they are: look at how parameters are put into groups"
+        )
+    elif stale:
         yield (
             f"after step {step} the modules hold other tensors for {stale[0]}{more} than those "
             "that the optimizer updates, so later steps compute with stale weights. If FSDP leaves "
