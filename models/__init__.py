@@ -5,6 +5,11 @@ from __future__ import annotations
 from titanlite.models.spec import ModelSpec
 from titanlite.registry import MODELS
 
+if __name__ != "titanlite.models":
+    raise ImportError(
+        f"{__name__}: import titanlite.models instead; by this name the folder would be a second "
+        "copy, whose classes no job uses"
+    )
 MODELS.home = __name__
 
 for name, config, build, has_folders in (

@@ -1,5 +1,6 @@
 """Llama 3 and GPT-2: published sizes and initial values, rotary positions, causality, the cache."""
 
+import importlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -391,3 +392,8 @@ def test_a_torchtitan_job_names_the_model_and_its_flavor() -> None:
 def test_the_default_flavor_is_torchtitans() -> None:
     assert next(iter(LLAMA3_FLAVORS)) == "debugmodel"
     assert isinstance(build("llama3").output, nn.Linear)
+
+
+def test_the_folder_is_no_second_package():
+    with pytest.raises(ImportError, match=r"models: import titanlite\.models instead"):
+        importlib.import_module("models")
