@@ -78,17 +78,21 @@ def _state(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int
     if not own.ndim or not whole.ndim:
         if own.shape != whole.shape or share != (0, 1):
             return None
-        is_right = agreement(own, whole, whole).difference <= tracer.tolerance
-        return "right" if is_right else "wrong"
+        return "right" if _is_close(tracer, own, whole, whole) else "wrong"
     is_any = False
     for select in tracer.ways(own, whole, share):
         is_any = True
-        if agreement(own, select(whole), whole).difference <= tracer.tolerance:
+        if _is_close(tracer, own, select(whole), whole):
             return "right"
     is_moved = tracer.finds_moved(own, whole, share)
     if is_moved is None:
         return None
     return "moved" if is_moved else "wrong" if is_any else None
+
+
+def _is_close(tracer: CodeTracer, own: Tensor, part: Tensor, whole: Tensor) -> bool:
+    # Infinities are equal, but have no difference.
+    return torch.equal(own, part) or agreement(own, part, whole).difference <= tracer.tolerance
 
 
 def _shares(
