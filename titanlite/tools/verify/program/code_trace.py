@@ -157,7 +157,13 @@ class CodeTracer(Tracer):
         return self._rows(share)[:, None] * self.where.num_columns + self.where.columns[None]
 
     def _match(
-        self, call: Tensor, whole: Tensor, share: tuple[int, int], *, may_pad: bool
+        self,
+        call: Tensor,
+        whole: Tensor,
+        share: tuple[int, int],
+        *,
+        may_pad: bool,
+        keeps: bool = True,
     ) -> Select | None:
         """Rows, or columns of this rank's tokens, of the reference, in the order of `call`."""
         if call.ndim < 2 or whole.ndim < 2 or not call.is_floating_point() or not call.numel():
@@ -169,7 +175,7 @@ class CodeTracer(Tracer):
         if own.size(1) == known.size(1) > 1 and own.size(0) > 1:
             rows = _find_rows(own, known, most)
             if rows is not None:
-                if len(rows) < len(known):
+                if keeps and len(rows) < len(known):
                     # All rows in another order may be the error itself.
                     self.layouts.setdefault((len(rows), len(known)), rows)
                 return lambda tensor: _rows_or_zero(tensor.flatten(0, -2), rows).view(call.shape)
@@ -188,7 +194,7 @@ class CodeTracer(Tracer):
 
         None for consecutive rows of it, which code that chooses rows may give.
         """
-        if self._match(call, whole, share, may_pad=False) is None:
+        if self._match(call, whole, share, may_pad=False, keeps=False) is None:
             return False
         own, known = call.flatten(0, -2), whole.flatten(0, -2)
         length = own.size(0)
