@@ -64,7 +64,7 @@ def main(chosen: str = "") -> None:
     lines = []
     for row in ROWS:
         line = known.get(row)
-        if chosen in row[0] or line is None:
+        if chosen in " ".join((row[0], row[1], *row[2])) or line is None:
             line = verified(*row)
             print(line, flush=True)
         lines.append(line)
@@ -86,7 +86,7 @@ def verified(job: str, plan: str, more: tuple[str, ...]) -> str:
     seconds = re.search(r"\((\d+)\.\d s\)", said)
     word = verdict[1].lower() if verdict else "is refused"
     if word != "agrees":
-        why = re.search(r"likely cause: ([^.]*\.?[^.]*)", said)
+        why = re.search(r"likely cause: (.*?)(?:\. [A-Z]|$)", said)
         text = why[1] if why else verdict[2] if verdict else done.stderr.strip().splitlines()[-1]
         word += f": {text[:220]}".replace("|", "/")
     own = [option.partition("=")[2] or option for option in more if option not in (NO_GRAPHS,)]

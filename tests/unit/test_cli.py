@@ -42,6 +42,7 @@ def test_alone_it_lists_each_command_with_a_line_and_an_example() -> None:
         "debug",
         "convert",
         "verify",
+        "import",
         "plan",
         "simulate",
         "learn",

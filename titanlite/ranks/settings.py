@@ -47,6 +47,13 @@ CACHE_TAG = Setting("torch.compiler.config", "cache_key_tag")
 # way or the other, or have no meaning for a job that does not set them.
 USUAL = {MEMORY_BUDGET: 1.0, DDP_GRAPHS: True, SKIPS_SIDE_EFFECTS: False, FUSES_PRODUCTS: False}
 
+# What torch computes with MKL's vector functions.
+OF_MKL = (
+    *(torch.exp, torch.expm1, torch.log, torch.log1p, torch.log2, torch.log10, torch.sqrt),
+    *(torch.sin, torch.cos, torch.tan, torch.tanh, torch.sinh, torch.cosh),
+    *(torch.asin, torch.acos, torch.atan, torch.erf, torch.erfc, torch.erfinv),
+)
+
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 RECORDER = "TORCH_FR_BUFFER_SIZE"
 # This logger warns about activation checkpointing in each rank that compiles.
@@ -118,7 +125,20 @@ def prepare_process(*, one_node: bool, num_recorded: int, num_threads: int) -> N
         for variable in INTERFACES:
             os.environ.setdefault(variable, "lo" if sys.platform == "linux" else "lo0")
     os.environ[RECORDER] = str(num_recorded)
+    choose_kernels()
     torch.set_num_threads(num_threads)
+
+
+def choose_kernels() -> None:
+    """Let MKL choose the kernels of its functions, in one thread.
+
+    It does so at the first call of each. If threads share that call, one of them may round to half
+    of the digits (https://github.com/pytorch/pytorch/issues/188792).
+    """
+    for dtype in (torch.float32, torch.float64):
+        value = torch.full((1,), 0.5, dtype=dtype)
+        for function in OF_MKL:
+            function(value)
 
 
 @contextlib.contextmanager

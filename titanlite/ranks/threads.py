@@ -35,6 +35,7 @@ from titanlite.ranks.hang_state import stack_of
 from titanlite.ranks.machine import MOST_THREADS, num_cores
 from titanlite.ranks.report import Account, Call, Message, write_report
 from titanlite.ranks.settings import (
+    choose_kernels,
     deterministic,
     initial_warnings,
     keeping_freed_memory,
@@ -266,6 +267,7 @@ def run_threads(
     with contextlib.ExitStack() as exits:
         exits.enter_context(own_settings())
         initial_warnings()
+        choose_kernels()
         exits.enter_context(keeping_freed_memory())
         exits.enter_context(_threaded_groups())
         _world = world = ThreadWorld(places, stop)

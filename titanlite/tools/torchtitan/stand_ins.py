@@ -207,12 +207,13 @@ def _backward(
     gradient: Any = None,
 ) -> None:
     """What torch.autograd.backward does, from edges of the graph, which no mode intercepts."""
+    given = grad_tensors if gradient is None else gradient
+    if given is None:
+        # Of an edge torch would not know that its tensor is a DTensor.
+        every = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
+        given = [torch.ones_like(t) if isinstance(t, torch.Tensor) else None for t in every]
     torch.autograd.backward(
-        _edges(tensors),
-        grad_tensors if gradient is None else gradient,
-        retain_graph,
-        create_graph,
-        inputs=_edges(inputs),
+        _edges(tensors), given, retain_graph, create_graph, inputs=_edges(inputs)
     )
 
 
