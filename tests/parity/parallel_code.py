@@ -304,7 +304,7 @@ def with_another_name():
 
 class RandomModel(Model):
     def forward(self, tokens):
-        return nn.functional.dropout(super().forward(tokens), 0.5)
+        return nn.functional.dropout(10 * super().forward(tokens), 0.5)
 
 
 def zigzag(batch, mesh):
