@@ -546,6 +546,11 @@ def _parts(tensor: Tensor, number: int) -> list[Tensor]:
 
 
 def _write(tensor: Tensor, value: Tensor) -> None:
+    if tensor.is_sparse:
+        # Its `.data` would get the indices and values alone.
+        with torch.no_grad():
+            tensor.copy_(value.coalesce())
+        return
     # Through `.data`: a backend's write does not count as a change that autograd would see.
     tensor.data.copy_(value)
 

@@ -49,6 +49,9 @@ def calls(world: World) -> dict[str, Any]:
         x = tensor(world, 6, dtype=torch.int64)
         dist.all_reduce(x, getattr(dist.ReduceOp, name))
         results[f"all_reduce {name}"] = x
+    sparse = torch.sparse_coo_tensor([[rank, 5]], tensor(world, 2), (6,), check_invariants=True)
+    dist.all_reduce(sparse)
+    results["sparse"] = sparse.to_dense()
     x = tensor(world, 2, 3)
     dist.broadcast(x, src=2)
     results["broadcast"] = x

@@ -21,6 +21,7 @@ MISSING = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "", math.inf)
 
 def agreement(own: Tensor, expected: Tensor, whole: Tensor) -> Agreement:
     """`own`, a rank's part, compared with `expected`, the same part of the reference's `whole`."""
+    own, expected, whole = dense(own), dense(expected), dense(whole)
     digest = digest_of(own)
     if whole.is_complex():
         own, expected, whole = (torch.view_as_real(tensor) for tensor in (own, expected, whole))
@@ -41,8 +42,13 @@ def agreement(own: Tensor, expected: Tensor, whole: Tensor) -> Agreement:
     return Agreement(error, scale, *sums, digest, distance)
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor with all its zeros; a sparse layout has neither bytes nor views."""
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
 def digest_of(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = dense(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
 
 

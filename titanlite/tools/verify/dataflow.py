@@ -32,14 +32,14 @@ def first_difference(e: Evidence) -> Iterator[str]:
     ]
     first = next((event for event in order if event not in moved), order[0])
     outputs = wrong[first]
-    parts = [_start(e, first, outputs)]
+    start, is_between = _start(e, first, outputs)
+    parts = [start]
     # A line without a counterpart is named by what it is between.
     has_place = e.wrong_line is None or bool(e.wrong_line.only_here)
     has_place = has_place or any(output.shape for output in outputs.values())
     line = "" if has_place else e.first_wrong_line()
     code = e.lines_before(first, list(outputs))
     lines = [line or f"the code there{code}"] if line or code else []
-    is_between = not parts[0].startswith(module_of(first) or "the model")
     parts += lines * is_between
     if e.reference_trace is not None and e.reference_trace.num_left_out:
         parts.append(f"{e.reference_trace.num_left_out} tensors were too large to compare")
@@ -58,7 +58,8 @@ def first_difference(e: Evidence) -> Iterator[str]:
     yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
 
 
-def _start(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> str:
+def _start(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> tuple[str, bool]:
+    """Where the first tensor that differs is, and whether that is not inside a module."""
     where = name_ranks(outputs, e.runs, e.ranks_with(lambda t: first in t.events))
     name, module = describe_event(first), module_of(first)
     before = e.events[: e.events.index(first)]
@@ -68,26 +69,27 @@ def _start(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> str:
         if not is_input(first):
             what = f"{module or 'the model'}, which comes later, is the first module whose output "
             what += "differs"
-        return (
-            f"{listed(idle, 3)} never {agree('the' * (len(idle) == 1), 'run')}, and {what}, {where}"
-        )
+        never = f"{listed(idle, 3)} never {agree('the' * (len(idle) == 1), 'run')}"
+        return f"{never}, and {what}, {where}", True
     if known and (is_input(first) or any(not is_input(s) or module_of(s) != module for s in known)):
         sources = listed([describe_event(source) for source in known], 3)
         between = f"between {sources} and" if len(known) == 1 else f"after {sources}, and before"
-        return f"the error is {between} {name}: that is the first tensor that differs, {where}"
+        what = f"the error is {between} {name}: that is the first tensor that differs, {where}"
+        return what, True
     if is_input(first) and not module:
-        return f"{name} is the first tensor that differs, {where}, and no module runs before it"
+        what = f"{name} is the first tensor that differs, {where}, and no module runs before it"
+        return what, True
     unlike, seen = set[str](), set(map(module_of, compared(e)))
     if isinstance(e, JobEvidence):
         unlike = {module_of(call) for call in before if not is_input(call)} - seen
     shown = " that was compared" * bool(unlike) + " agrees"
     shown += f" ({_not_compared(unlike)})" if unlike else ""
     if is_input(first):
-        return f"{name} is the first tensor that differs, {where}; every module before it{shown}"
-    return (
-        f"{module or 'the model'} is the first module in forward order whose output differs, "
-        f"{where}; every module before it{shown}" + ", and so does its input" * bool(known)
-    )
+        what = f"{name} is the first tensor that differs, {where}; every module before it{shown}"
+        return what, True
+    what = f"{module or 'the model'} is the first module in forward order whose output differs, "
+    what += f"{where}; every module before it{shown}" + ", and so does its input" * bool(known)
+    return what, False
 
 
 def _sources(e: Evidence, event: str) -> list[str]:
@@ -281,9 +283,11 @@ def sums_of_output(e: Evidence, outputs: Mapping[int, ModuleOutput]) -> Iterator
     traces = [trace for trace in e.traces if trace.rank in outputs]
     own = {None if (n := one.biases) is None else round(n, 6) for one in outputs.values()}
     extra = {one.extra and (one.extra[0], round(one.extra[1], 6)) for one in outputs.values()}
-    if len(extra) == 1 and (more := extra.pop()) is not None:
+    _, left = pooled([output.agreement for output in outputs.values()])
+    if left >= EXPLAINED and len(extra) == 1 and (more := extra.pop()) is not None:
         source, factor = more
-        often = f"{factor:g} times too often" if factor > 0 else f"{-factor:g} times too seldom"
+        often = "once" if abs(factor) == 1 else f"{abs(factor):g} times"
+        often += " too often" if factor > 0 else " too seldom"
         yield f"it contains {describe_event(source)} {often}, and is correct otherwise"
         return
     if own != {None} and len(own) == 1:

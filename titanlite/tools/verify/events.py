@@ -55,8 +55,9 @@ class Events:
         self.pending_inputs: dict[str, None] = {}
         self.num_runs: dict[str, int] = {}
         """Every module that is watched -> how often it ran."""
-        self.at_start: Callable[[], None] | None = None
-        """Called before the first forward pass."""
+        self.at_start: Callable[[], Any] | None = None
+        self.start: Any = None
+        """What `at_start` returns, which is called before the first forward pass."""
         self.accumulated: Counter[str] = Counter()
         """Parameter -> how often a backward pass adds to its gradient."""
         self.flow: dict[str, dict[str, None]] = {}
@@ -91,8 +92,7 @@ class Events:
                 self._is_left_out = self.is_training and is_other
                 if self.at_start is not None and not self._is_left_out:
                     with self._own_code():
-                        self.at_start()
-                    self.at_start = None
+                        self.start, self.at_start = self.at_start(), None
             if self._is_left_out:
                 return None
         elif _infers_shapes():
@@ -287,7 +287,7 @@ def recorded(
     hooks: list[Any] = []
     for index, part in enumerate(parts):
         for name, parameter in part.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.is_leaf:
                 known = name_of(part, name)
                 hooks.append(
                     parameter.register_post_accumulate_grad_hook(

@@ -120,12 +120,12 @@ class Evidence:
         if found.source:
             what = f"the result of {found.source}" * (found.source != found.line)
             if found.mixed is not None and "mean" in found.way + found.mixed[1]:
+                other = f"the result of {found.mixed[0]}" * (found.mixed[0] != found.line)
                 return (
-                    f"{start}. It joins what each rank computes from its own part in two ways: "
-                    f"{what or 'a value of the same line'}, of which only the {found.way} over "
-                    f"{found.axis} is right, and that of {found.mixed[0]}, of which only the "
-                    f"{found.mixed[1]} is. What is averaged or summed afterwards must be of one "
-                    "kind: scale the one by the degree, or reduce it before"
+                    f"{start}. It reads two values that need different reductions over "
+                    f"{found.axis}: a {found.way} makes {what or 'a value of this line'} right, a "
+                    f"{found.mixed[1]} makes {other or 'a value of this line'} right. Reduce them "
+                    "before, or scale one of them by the degree"
                 )
             return (
                 f"{start}. It reads {what or 'a value of the same line'}, which each rank computes "

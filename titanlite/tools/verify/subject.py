@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from titanlite.modules.names import unwrapped_name
 from titanlite.modules.shards import local_part, shard_of, whole_tensor
-from titanlite.tools.verify.agreement import MISSING, agreement, digest_of
+from titanlite.tools.verify.agreement import MISSING, agreement, dense, digest_of
 from titanlite.tools.verify.events import Events, recorded
 from titanlite.tools.verify.record import Agreement
 
@@ -179,7 +179,3 @@ def _own(tensor: Tensor) -> Tensor:
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: dense(whole_tensor(tensor.detach())).cpu().clone() for name, tensor in tensors}
-
-
-def dense(tensor: Tensor) -> Tensor:
-    return tensor.to_dense() if tensor.is_sparse else tensor

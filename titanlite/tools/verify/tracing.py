@@ -11,6 +11,7 @@ fit        is a gradient a sum of those of parts of the batch, with wrong coeffi
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,7 +51,7 @@ EXACT = 1e-6
 
 
 @dataclass
-class Tracer:
+class Tracer(abc.ABC):
     """Compares one rank's step with the record of the reference's.
 
     All ranks of the world must call `trace`.
@@ -66,21 +67,21 @@ class Tracer:
     scales_gradients = False
     """Whether all gradients may have one common factor."""
 
+    @abc.abstractmethod
     def compare(self, event: str, calls: list[Tensor], known: list[Tensor]) -> Compared | None:
         """A tensor compared with its parts of the reference's; None if it cannot be one."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def leaves_out(self, event: str) -> bool:
         """Whether a tensor is not to be compared."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def tolerance_of(self, tensor: Tensor) -> float:
         """The largest difference of a tensor that agrees."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def weights(self) -> Mapping[str, Tensor]:
         """The weights before the step."""
-        raise NotImplementedError
 
     def trace(self, kept: Events, known: Mapping[str, Any], names: Iterable[str]) -> RankTrace:
         """Compare the tensors of a step; `names` are the gradients that are wrong on some rank.

@@ -36,7 +36,7 @@ from titanlite.ranks.hang_state import call_site
 from titanlite.ranks.report import Call
 from titanlite.ranks.threads import thread_world
 from titanlite.ranks.turns import current_rank, is_rank
-from titanlite.tools.verify.agreement import digest_of
+from titanlite.tools.verify.agreement import dense, digest_of
 from titanlite.tools.verify.economy import Read, Sent, Traffic
 
 # Smaller tensors are counts, losses and norms: that a step sums one twice says nothing.
@@ -500,11 +500,12 @@ def _num_bytes(tensor: Tensor) -> int:
 
 def _digest(tensors: Sequence[Tensor]) -> str:
     """A digest; "" if the tensors are too large, or hold one number only, as zeros do."""
-    is_sparse = any(tensor.layout != torch.strided for tensor in tensors)
-    if is_sparse or sum(map(_num_bytes, tensors)) > MOST_DIGESTED_BYTES:
+    if sum(map(_num_bytes, tensors)) > MOST_DIGESTED_BYTES:
         return ""
     with _disable_current_modes(), torch.no_grad():
-        if all(bool(tensor.min() == tensor.max()) for tensor in tensors if tensor.numel()):
+        if all(
+            bool(dense(tensor).min() == dense(tensor).max()) for tensor in tensors if tensor.numel()
+        ):
             return ""
         return " ".join(digest_of(tensor) for tensor in tensors)
 

@@ -22,11 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import agreement
+from titanlite.tools.verify.agreement import agreement, dense
 from titanlite.tools.verify.program.batches import Where
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Agreement, module_of
-from titanlite.tools.verify.subject import dense
 from titanlite.tools.verify.tracing import Compared, Select, Tracer, in_all
 
 # No more ways to cut an output than this are tried, and no larger gradients are saved.
@@ -197,12 +196,13 @@ class CodeTracer(Tracer):
         if self._match(call, whole, share, may_pad=False, keeps=False) is None:
             return False
         own, known = call.flatten(0, -2), whole.flatten(0, -2)
-        length = own.size(0)
-        if own.size(1) != known.size(1) or length >= known.size(0):
+        if own.size(1) != known.size(1) or len(own) >= len(known):
             return True
-        windows = known.unfold(0, length, 1).movedim(-1, 1)
-        apart = (windows - own).abs().amax((1, 2)).min()
-        return None if apart <= self.tolerance * known.abs().max() else True
+        first = int((known - own[0]).abs().amax(1).argmin())
+        rows = known[first : first + len(own)]
+        is_block = rows.shape == own.shape
+        is_block = is_block and agreement(own, rows, known).difference <= self.tolerance
+        return None if is_block else True
 
     def _ways_of_dim(
         self, call: Tensor, whole: Tensor, dim: int, share: tuple[int, int]

@@ -101,8 +101,8 @@ class PartEvidence(Evidence):
         if all(one.num_kept for one in wrong):
             number = max(sum(one.num_kept for one in own.values()) for own in self.updates.values())
             return (
-                f"{number} elements that a rank has of them are not changed at all, and all others "
-                "agree: no rank updates these. Look at how the parameters are divided among ranks"
+                f"The step leaves {number} elements as they were, and all others agree: no rank "
+                "updates these. Look at how the parameters are divided among the ranks"
             )
         factor, left = pooled([one.decay for one in wrong])
         if left < EXPLAINED and factor:
@@ -186,7 +186,7 @@ def explain_cover(e: PartEvidence) -> Iterator[str]:
         )
     elif often and len(often) < num_rows and any(map(e.failed, ("loss", "gradient"))):
         yield (
-            f"the ranks read some samples twice: {of}, {_rows(often)} "
+            f"the ranks read some samples more than once: {of}, {_rows(often)} "
             f"{'are' if len(often) > 1 else 'is'} read by several, the others by one. Samples that "
             "fill up a part must not count in the loss: look at the sampler"
         )
@@ -288,8 +288,8 @@ def explain_previous(e: PartEvidence) -> Iterator[str]:
         often = {e.previous[name] for name in names}
         times = f" {often.pop():g} times" if len(often) == 1 else ""
         yield Explained(
-            f"{who} {'is' if be(who) == 'is' else 'are'} the right one of this step plus{times} "
-            f"that of step {e.step - 1}: what gathers gradients is not cleared between steps",
+            f"{who} {'contains' if be(who) == 'is' else 'contain'}{times} what they were in step "
+            f"{e.step - 1}, too, and are right otherwise: gradients are not cleared between steps",
             names,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -28,7 +29,7 @@ from titanlite.tools.verify.program.code_trace import CodeTracer, save_part
 from titanlite.tools.verify.program.lines import first_wrong_line
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.program.weights import fingerprint, save_update
+from titanlite.tools.verify.program.weights import changed, fingerprint, save_update
 from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import HeldParts, Subject
@@ -149,13 +150,12 @@ class _Measuring:
             is_seen = step == min(2, len(parts)) and not built.is_compiled
             looks = is_seen and self.traces and self.watched is None
             watch = StepWatch(subject.groups, built.own_parameters, [part]) if looks else None
-            kept, seen = Events(), dict[str, tuple[float, float]]()
-            if after is not None:
-                kept.at_start = lambda seen=seen: seen.update(fingerprint(held))
+            kept = Events()
+            if not built.is_flat:
+                kept.at_start = functools.partial(fingerprint, held)
             with self._observing(subject, kept, step), watch.seeing() if watch else nullcontext():
                 run.losses.append(built.run_step(part))
-            if changed := [name for name, own in seen.items() if own != (after or {})[name]]:
-                run.changed[step] = tuple(changed)
+            run.changed[step] = changed(after, kept.start)
             perturbation.restore()
             if step == self.watched:
                 run.traces[step] = self._lines(tracer, kept)

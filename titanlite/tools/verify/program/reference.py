@@ -18,12 +18,12 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from titanlite import pickles
 from titanlite.ranks.world import World
-from titanlite.tools.verify.agreement import agreement
+from titanlite.tools.verify.agreement import agreement, dense
 from titanlite.tools.verify.events import Events, Watch
 from titanlite.tools.verify.inspect_model import watched
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.program.weights import fingerprint
+from titanlite.tools.verify.program.weights import changed, fingerprint
 from titanlite.tools.verify.record import (
     LEFT,
     Fit,
@@ -35,7 +35,7 @@ from titanlite.tools.verify.record import (
     WrongRows,
 )
 from titanlite.tools.verify.step_files import load, store
-from titanlite.tools.verify.subject import HeldPart, HeldParts, Subject, dense
+from titanlite.tools.verify.subject import HeldPart, Subject
 from titanlite.tools.verify.tracing import TOLERANCES, fit, residual
 
 # Module outputs, and as much for their gradients, are kept up to this total per step.
@@ -73,9 +73,8 @@ def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
     torch.manual_seed(time.monotonic_ns() % 2**32)
     for step, given in enumerate(request.batches, 1):
         batch = cast(given, request.dtype)
-        seen: dict[str, tuple[float, float]] = {}
         kept = Events(finds_flow=step == 1)
-        kept.at_start = functools.partial(_look, held, seen)
+        kept.at_start = functools.partial(fingerprint, held)
         with contextlib.ExitStack() as exits:
             narrowed: Collection[str] = ()
             if step == 1 and request.dtype == "float64":
@@ -85,7 +84,7 @@ def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
             if step == watched_step:
                 exits.enter_context(Watch(kept))
             loss = built.run_step(batch) or 0.0
-        record.changed[step] = tuple(n for n, own in seen.items() if own != after[n])
+        record.changed[step] = changed(after, kept.start)
         record.accumulated[step] = dict(kept.accumulated)
         own = [p.grad for p in model.parameters() if p.grad is not None]
         norm = sum((dense(g).double() ** 2).sum().item() for g in own) ** 0.5
@@ -117,10 +116,6 @@ def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
         record.steps.append(ReferenceStep(loss, clipped if request.clip else norm))
         built.optimizer.zero_grad(set_to_none=True)
     return record
-
-
-def _look(held: HeldParts, seen: dict[str, tuple[float, float]]) -> None:
-    seen |= fingerprint(held)
 
 
 def find_shares(

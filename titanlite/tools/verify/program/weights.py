@@ -18,25 +18,32 @@ from torch import Tensor, nn
 from titanlite import pickles
 from titanlite.modules.shards import local_part
 from titanlite.ranks.world import World
-from titanlite.tools.verify.agreement import agreement
+from titanlite.tools.verify.agreement import agreement, dense
 from titanlite.tools.verify.evidence import WRONG
 from titanlite.tools.verify.program.building import in_dtype, make_optimizer
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.record import Agreement, Update
+from titanlite.tools.verify.record import Update
 from titanlite.tools.verify.step_files import load
-from titanlite.tools.verify.subject import HeldParts, dense
+from titanlite.tools.verify.subject import HeldParts
 
 # Larger weights are not looked at.
 MOST_ELEMENTS = 1 << 24
 
+Fingerprint = dict[str, tuple[float, float]]
 
-def fingerprint(held: HeldParts) -> dict[str, tuple[float, float]]:
+
+def fingerprint(held: HeldParts) -> Fingerprint:
     """Two numbers for this rank's part of each weight, by which a change is seen."""
-    found = {}
+    found: Fingerprint = {}
     for name, one in held.items():
         own = local_part(one.parameter.detach()).double()
         found[name] = own.sum().item(), own.square().sum().item()
     return found
+
+
+def changed(before: Fingerprint | None, after: Fingerprint | None) -> tuple[str, ...]:
+    """The weights that are others; none if a fingerprint was not taken."""
+    return tuple(name for name, own in (after or {}).items() if own != (before or {}).get(name))
 
 
 def save_update(path: Path, held: HeldParts, wrong: Sequence[str], folder: str, step: int) -> str:
@@ -55,6 +62,7 @@ def save_update(path: Path, held: HeldParts, wrong: Sequence[str], folder: str, 
                 one.part_of(before[name]).clone(),
                 one.part_of(after[name]).clone(),
                 *(tensor.cpu().clone() for tensor in own),
+                torch.tensor(own[0].numel() < one.shape.numel()),
             )
     torch.save(parts, path)
     return str(path)
@@ -76,22 +84,18 @@ def _judge(
     if step == 1:
         # Later the optimizer has a state, too.
         alone = {name: nn.Parameter(before.clone()) for name, (before, *_) in parts.items()}
-        for name, (*_, gradient) in parts.items():
+        for name, (*_, gradient, _) in parts.items():
             if gradient.shape == alone[name].shape:
                 alone[name].grad = gradient.to(alone[name].dtype)
         if alone:
             make_optimizer(request, list(alone.values())).step()
     found = {}
-    for name, (before, known, own, _) in parts.items():
+    for name, (before, known, own, _, is_shard) in parts.items():
         if own.shape == before.shape:
             fit = agreement(own - before, known - before, known - before)
-            is_alone = name in alone and _same(own, alone[name].detach(), known)
+            is_alone = bool(is_shard) and name in alone
+            is_alone = is_alone and agreement(own, alone[name].detach(), known).difference < WRONG
             is_wrong = (own - known).abs() > WRONG * known.abs().max()
             num_kept = 0 if (own - before)[is_wrong].any() else int(is_wrong.sum())
             found[name] = Update(fit, is_alone, agreement(own - known, before, before), num_kept)
     return found
-
-
-def _same(own: Tensor, other: Tensor, known: Tensor) -> bool:
-    found: Agreement = agreement(own, other, known)
-    return found.difference < WRONG
