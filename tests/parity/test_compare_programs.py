@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.tools.verify.program.comparison import Comparer, Comparison
+from titanlite.tools.verify.program.comparison import Comparer
+from titanlite.tools.verify.program.result import Comparison
 
 DP: dict[str, Any] = {"ranks": {"dp": 2}, "split": "dp"}
 TP: dict[str, Any] = {"ranks": {"tp": 2}, **code.TP}

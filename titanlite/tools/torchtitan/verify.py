@@ -16,7 +16,8 @@ from titanlite.tools.torchtitan.stand_ins import (
     require_torchtitan,
     standing_in,
 )
-from titanlite.tools.verify.program.comparison import Comparer, Comparison
+from titanlite.tools.verify.program.comparison import Comparer
+from titanlite.tools.verify.program.result import Comparison
 
 if TYPE_CHECKING:
     from titanlite.tools.torchtitan.options import Options

@@ -43,9 +43,13 @@ from titanlite.lazy import lazy
 if TYPE_CHECKING:
     from titanlite.tools.verify.from_python import VerifyResult as VerifyResult
     from titanlite.tools.verify.program.comparison import Comparer as Comparer
-    from titanlite.tools.verify.program.comparison import Comparison as Comparison
+    from titanlite.tools.verify.program.result import Comparison as Comparison
 
-PUBLIC = {"from_python": ("VerifyResult",), "program.comparison": ("Comparer", "Comparison")}
+PUBLIC = {
+    "from_python": ("VerifyResult",),
+    "program.comparison": ("Comparer",),
+    "program.result": ("Comparison",),
+}
 """The public names, by module."""
 
 lazy(__name__, PUBLIC)

@@ -21,7 +21,7 @@ import pytest
 if TYPE_CHECKING:
     from titanlite.config import JobConfig
     from titanlite.tools.verify.from_python import VerifyResult
-    from titanlite.tools.verify.program.comparison import Comparison
+    from titanlite.tools.verify.program.result import Comparison
 
 R = TypeVar("R", "Comparison", "VerifyResult")
 

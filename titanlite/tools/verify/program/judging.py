@@ -1,0 +1,393 @@
+"""Combines what ranks and reference have measured into a result; torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.tools.verify.dataflow import describe_event
+from titanlite.tools.verify.differences import (
+    Key,
+    Tolerance,
+    differences,
+    largest_of,
+    unequal_replicas,
+)
+from titanlite.tools.verify.evidence import WRONG
+from titanlite.tools.verify.job_runs import failure
+from titanlite.tools.verify.pool import RankPools
+from titanlite.tools.verify.program.findings import PartEvidence, are_local, conclude
+from titanlite.tools.verify.program.request import Request
+from titanlite.tools.verify.record import CodeRun, ModelRun, PartFits, RankRun, Update
+from titanlite.tools.verify.sensitivity import (
+    HALF_SPACING,
+    NUM_PERTURBED,
+    SENSITIVITY,
+    Given,
+    Sensitivity,
+)
+from titanlite.tools.verify.wording import be, listed, name_parameters
+
+if TYPE_CHECKING:
+    from titanlite.ranks.world import World
+
+from titanlite.tools.verify.program.result import Comparison
+
+FLOAT32_ROUNDING = 2.0**-23
+# A reference that differs from itself by more than this draws random numbers.
+RANDOM = 1e-3
+
+
+@dataclass
+class Judging:
+    """Combines the ranks' measurements into a result."""
+
+    pools: RankPools
+    request: Request
+    packed: bytes
+    folder: str
+    record: ModelRun
+    runs: list[CodeRun]
+    found: Comparison
+
+    def judge(self, tolerance: float | str | None) -> None:
+        """Fill in the result."""
+        found, is_narrow = self.found, bool(self.record.narrowed)
+        self._place()
+        found.losses = self._combine_losses()
+        is_measured = tolerance == SENSITIVITY
+        found.differences = self._differences(self.runs, by_distance=is_measured)
+        if is_measured:
+            again = (self._again(found.dtype, number) for number in range(1, NUM_PERTURBED + 1))
+            rounding = largest_of(again, len(self.record.steps))
+            least = HALF_SPACING[found.dtype]
+            found.judge(Sensitivity(found.dtype, rounding, is_narrow, least=least))
+        elif isinstance(tolerance, float):
+            found.judge(Given(dtype=found.dtype, limit=tolerance))
+        elif found.dtype == "float64":
+            found.judge(Tolerance("float64", is_narrow=is_narrow))
+        else:
+            found.judge(Tolerance(found.dtype, self._rounding(found.dtype, "float64")))
+        is_wrong = any(failure.kind != "start" for failure in found.failures)
+        if is_wrong and found.dtype == "float64":
+            # Some tensors have larger rounding errors; measuring them also finds random numbers.
+            rounding = self._rounding("float64")
+            if tolerance is None:
+                found.judge(Tolerance("float64", rounding, is_narrow))
+        self._judge_pending()
+        names = {name for run in self.runs for name in run.placements}
+        found.splits = [split for split in unequal_replicas(self.runs) if split.name in names]
+        self._judge_local()
+        found.look_at_traffic(self.runs)
+        if not found.agrees:
+            found.findings = list(found.problems)
+            is_explained = found.problems and all(
+                failure.kind in ("weight", "state") or failure.step > found.failures[0].step
+                for failure in found.failures
+            )
+            if (found.failures or found.splits) and not is_explained:
+                found.findings += conclude(self._evidence())
+        self._note_not_compared()
+
+    def _judge_pending(self) -> None:
+        """Judge gradients that are Partial at the optimizer step by the weights that follow.
+
+        If these agree, the optimizer has reduced the gradients itself.
+        """
+        found = self.found
+        names = {name for run in self.runs for name in run.pending}
+        after = {
+            f.name.rpartition(".")[0] if f.kind == "state" else f.name
+            for f in found.failures
+            if f.kind in ("start", "weight", "state")
+        }
+        reduced = names - after if after <= names else set()
+        if reduced:
+            who = name_parameters(reduced, self.runs, "gradient")
+            found.notes.append(
+                f"{who} {be(who)} still Partial at the optimizer step, but the weights and the "
+                "optimizer state agree after it: the optimizer reduces them itself"
+            )
+            self._leave_to_the_step(reduced)
+        first = found.failures[0].step if found.failures else 0
+        wrong = {f.name for f in found.failures if f.kind == "gradient" and f.step == first}
+        if names := names - reduced - wrong:
+            who = name_parameters(names, self.runs, "gradient")
+            found.problems.append(
+                f"{who} {be(who)} still Partial at the optimizer step, though the local part is "
+                "correct: an optimizer that reduces it would get a wrong gradient. Give it the "
+                "placements of its parameter before the optimizer step"
+            )
+
+    def _judge_local(self) -> None:
+        """Judge gradients of each rank's own part by the weights, which agree after every step."""
+        found = self.found
+        kinds = {failure.kind for failure in found.failures}
+        names = {failure.name for failure in found.failures}
+        if kinds == {"gradient"} and all(map(self._is_only_missing, names)):
+            self._leave_to_the_step(names)
+            found.notes.append(
+                "some ranks lack gradients at the optimizer step, but the weights agree after "
+                "every step on all of them: the step gives them what they lack"
+            )
+        elif kinds == {"gradient"} and not found.splits and are_local(self._evidence()):
+            self._leave_to_the_step({failure.name for failure in found.failures})
+            found.notes.append(
+                "the gradients are each rank's own at the optimizer step, but the weights agree "
+                "after every step: the optimizer's step reduces them itself"
+            )
+
+    def _is_only_missing(self, name: str) -> bool:
+        """Whether a gradient is right on every rank that has one."""
+        parts = [part for run in self.runs for s in run.steps if (part := s.gradients.get(name))]
+        right = [part for part in parts if part.digest and part.difference <= WRONG]
+        return bool(right) and all(part in right or not part.digest for part in parts)
+
+    def _leave_to_the_step(self, names: set[str]) -> None:
+        """Judge these gradients no longer, since the step itself completes them."""
+        for of_step in self.found.differences:
+            for name in names:
+                of_step.pop(("gradient", name), None)
+        self.found.judge(self.found.tolerance)
+
+    def _note_not_compared(self) -> None:
+        """Note what was left out, or has a layout or a shape that fits nothing."""
+        found, request = self.found, self.request
+        compared = {name for run in self.runs for step in run.steps for name in step.buffers}
+        buffers = {
+            f"the buffer {name}"
+            for run in self.runs
+            for name in run.not_compared
+            if name not in compared
+        }
+        outputs: set[str] = set()
+        if not found.agrees:
+            step = found.failures[0].step if found.failures else 1
+            traces = [run.traces[step] for run in self.runs if step in run.traces]
+            compared = {event for trace in traces for event in trace.events}
+            outputs = {
+                describe_event(event)
+                for trace in traces
+                for event in trace.not_compared
+                if event not in compared
+            }
+        left = [f"what leave_out names ({listed(request.leave_out, 3)})"] * bool(request.leave_out)
+        if names := [*left, *sorted(buffers), *sorted(outputs)]:
+            found.notes.append(f"not compared: {listed(names, 6)}")
+
+    def _place(self) -> None:
+        """Find along which axes each parameter is replicated: where ranks hold equal elements."""
+        grid, runs = self.found.grid, self.runs
+        names = {name for run in runs for name in run.places}
+        axes = [axis for axis in grid.axes_in_use if self._is_held_along(axis, names)]
+        for run in runs:
+            for name in run.places:
+                run.placements[name] = {
+                    axis: "replicated"
+                    if len({runs[r].places.get(name) for r in self._along(axis, run)}) == 1
+                    else "sharded"
+                    for axis in axes
+                }
+
+    def _is_held_along(self, axis: str, names: set[str]) -> bool:
+        """Whether all ranks along an axis hold the same parameters: not so for pipeline stages."""
+        return all(
+            len({name in self.runs[rank].places for rank in self._along(axis, run)}) == 1
+            for run in self.runs
+            for name in names
+        )
+
+    def _along(self, axis: str, run: CodeRun) -> list[int]:
+        """The ranks that differ from this one only on one axis."""
+        place = self.found.grid.coordinates(run.rank)
+        return [
+            other.rank
+            for other in self.runs
+            if {**self.found.grid.coordinates(other.rank), axis: 0} == {**place, axis: 0}
+        ]
+
+    def _combine_losses(self) -> str:
+        """Set each run's loss to what is compared with the reference's; returns how it was made.
+
+        The losses of the distinct parts of the batch are averaged or added, whichever is closer to
+        the reference's loss over all steps.
+        """
+        ways: dict[str, list[list[float]]] = {"": [], "mean": [], "sum": []}
+        for step, known in enumerate(self.record.steps[1:]):
+            own = [run.losses[step] for run in self.runs]
+            given = [value for value in own if value is not None]
+            by_part: dict[str, float] = {}
+            for run, value in zip(self.runs, own, strict=True):
+                if value is not None:
+                    by_part.setdefault(run.parts[step], value)
+            parts = list(by_part.values())
+            if not given:
+                given, parts = [known.loss], [known.loss]
+            ways[""].append([given[0] if value is None else value for value in own])
+            ways["mean"].append([fmean(parts)] * len(own))
+            ways["sum"].append([math.fsum(parts)] * len(own))
+        is_split = any(len(set(of_step)) > 1 for of_step in self._parts_by_step())
+        chosen = min(ways, key=lambda way: self._loss_error(ways[way])) if is_split else ""
+        for step, values in enumerate(ways[chosen], 1):
+            for run, value in zip(self.runs, values, strict=True):
+                run.steps[step].loss = value
+        return chosen
+
+    def _parts_by_step(self) -> list[list[str]]:
+        return [[run.parts[step] for run in self.runs] for step in range(self.found.num_steps)]
+
+    def _loss_error(self, values: list[list[float]]) -> float:
+        return max(
+            max(abs(value - known.loss) for value in of_step)
+            for of_step, known in zip(values, self.record.steps[1:], strict=True)
+        )
+
+    def _differences(
+        self, runs: Sequence[RankRun], *, by_distance: bool = False
+    ) -> list[dict[Key, float]]:
+        found = differences(runs, self.record.steps, by_distance=by_distance)
+        for of_step in found:
+            of_step.pop(("lr", ""), None)
+            if self.request.clip is None:
+                of_step.pop(("norm", ""), None)
+        return found
+
+    def _rounding(self, *dtypes: str) -> list[dict[Key, float]]:
+        """The reference's differences from itself, with weights that differ in the last bit.
+
+        Raises ConfigError if they are far larger than rounding error.
+        """
+        found = [self._again(self.found.dtype)]
+        for dtype in dtypes:
+            if dtype != self.found.dtype:
+                try:
+                    found.append(self._again(dtype))
+                except TitanliteError as error:
+                    failure(error)
+                    why = " ".join(str(error).split())
+                    # One run may agree by chance.
+                    least = [dict.fromkeys(of_step, FLOAT32_ROUNDING) for of_step in found[0]]
+                    found.append(least)
+                    self.found.notes.append(
+                        f"the reference does not run in {dtype}, so its rounding error is measured "
+                        f"in {self.found.dtype} alone ({why[:200]})"
+                    )
+        return largest_of(found, len(self.record.steps))
+
+    def _again(self, dtype: str, perturbed: int = 0) -> list[dict[Key, float]]:
+        packed, folder, record = self.packed, self.folder, self.record
+
+        def on_rank(world: World) -> CodeRun:
+            from titanlite.tools.verify.program.parallel import run_again
+
+            return run_again(world, packed, folder, record, dtype, perturbed)
+
+        again = self.pools.alone(on_rank)
+        for step, value in enumerate(again.losses, 1):
+            # The loss function of one process always returns a loss.
+            again.steps[step].loss = value or 0.0
+        found = self._differences([again], by_distance=perturbed > 0)
+        # In one step two draws may have nearly the same loss.
+        loss = max(of_step.get(("loss", ""), 0.0) for of_step in found[1:3])
+        if loss > RANDOM and not perturbed:
+            raise ConfigError(
+                f"reference: a second run has another loss, by {loss:.0e}: it draws "
+                "random numbers, or keeps state outside the model that the function returns; turn "
+                "off dropout (p=0, or model.eval() in the function), and build all state there"
+            )
+        return found
+
+    def _evidence(self) -> PartEvidence:
+        found, record = self.found, self.record
+        evidence = PartEvidence(found.grid, record.steps, self.runs, found, tied=record.tied)
+        step = max(1, evidence.step)
+        traces = [run.traces[step] for run in self.runs if step in run.traces]
+        evidence.reference_trace, evidence.traces = record.trace, traces
+        evidence.changed = record.changed.get(step, ())
+        evidence.accumulated = record.accumulated.get(step, {})
+        evidence.is_split = len(set(self._parts_by_step()[step - 1])) > 1
+        evidence.num_microbatches = self.request.microbatches or max(
+            (one.num_calls for trace in traces for one in trace.modules.values()), default=1
+        )
+        evidence.first_microbatches = max(
+            (
+                one.num_calls
+                for run in self.runs
+                if 1 in run.traces
+                for one in run.traces[1].modules.values()
+            ),
+            default=1,
+        )
+        by_part: dict[str, list[int]] = {}
+        for run in self.runs:
+            by_part.setdefault(run.parts[step - 1], []).append(run.rank)
+        files = [trace.file for trace in traces]
+        wrong, most = evidence.failed("gradient"), -1
+        # A fit of each microbatch has more unknowns, and may be impossible.
+        for count in {1: None, evidence.num_microbatches: None}:
+            if not (all(files) and wrong) or 2 * most > len(wrong):
+                continue
+            parts = self._find_shares(step, files, count)
+            number = 0 if parts is None else sum(map(parts.explains, wrong))
+            if parts is not None and number > most:
+                most, evidence.shares, evidence.rows = number, parts.fits, parts.rows
+                evidence.previous = parts.previous
+                evidence.weights, evidence.counts = parts.weights, parts.counts
+                evidence.parts = [
+                    (ranks, index if count > 1 else None)
+                    for ranks in by_part.values()
+                    for index in range(count)
+                ]
+        if any(map(evidence.failed, ("loss", "gradient"))) and traces:
+            self._watch(evidence, step)
+        if evidence.failed("weight"):
+            self._judge_updates(evidence, step)
+        return evidence
+
+    def _judge_updates(self, evidence: PartEvidence, step: int) -> None:
+        packed = self.packed
+        files = {run.rank: run.updates[step] for run in self.runs if step in run.updates}
+
+        def on_rank(world: World) -> list[dict[str, Update]]:
+            from titanlite.tools.verify.program.weights import judge_updates
+
+            return judge_updates(world, packed, step, list(files.values()))
+
+        with contextlib.suppress(RankError):
+            evidence.updates = dict(zip(files, self.pools.alone(on_rank), strict=True))
+
+    def _find_shares(self, step: int, files: Sequence[str], count: int) -> PartFits | None:
+        packed, folder = self.packed, self.folder
+
+        def on_rank(world: World) -> PartFits:
+            from titanlite.tools.verify.program.reference import find_shares
+
+            return find_shares(world, packed, folder, step, files, count)
+
+        with contextlib.suppress(RankError):
+            return self.pools.alone(on_rank)
+        return None
+
+    def _watch(self, evidence: PartEvidence, step: int) -> None:
+        """Run both sides again, and note the lines of the caller's code."""
+        packed, folder, record = self.packed, self.folder, self.record
+
+        def on_one(world: World) -> ModelRun:
+            from titanlite.tools.verify.program.reference import run_model
+
+            return run_model(world, packed, folder, step)
+
+        def on_rank(world: World) -> CodeRun:
+            from titanlite.tools.verify.program.parallel import run_parallel
+
+            return run_parallel(world, packed, folder, record, step)
+
+        with contextlib.suppress(TitanliteError):
+            self.pools.alone(on_one)
+            runs = self.pools.of(self.found.grid.world_size).call(on_rank)
+            evidence.watched = [run.traces[step] for run in runs]
