@@ -254,17 +254,19 @@ class Events:
 
 class Watch(TorchDispatchMode):
     """Notes the line of the caller's code, outside the folders `foreign`, at every operator, and
-    what it returns.
+    with `keeps_values` what it returns.
     """
 
-    def __init__(self, kept: Events, foreign: tuple[str, ...] = FOREIGN) -> None:
+    def __init__(
+        self, kept: Events, foreign: tuple[str, ...] = FOREIGN, *, keeps_values: bool = False
+    ) -> None:
         super().__init__()
-        self.kept, self.foreign = kept, foreign
+        self.kept, self.foreign, self.keeps_values = kept, foreign, keeps_values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         line = self.kept.note_line(self.foreign)
         result = func(*args, **(kwargs or {}))
-        if line:
+        if line and self.keeps_values:
             self.kept.note_value(line, func, (args, kwargs), result)
         return result
 

@@ -218,7 +218,7 @@ class _Measuring:
             if self.request.modules:
                 exits.enter_context(subject.recorded(kept))
             if step == self.watched:
-                exits.enter_context(Watch(kept))
+                exits.enter_context(Watch(kept, keeps_values=True))
             yield
 
     def _compare_buffers(

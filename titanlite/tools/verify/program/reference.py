@@ -82,7 +82,7 @@ def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
             if request.modules:
                 exits.enter_context(subject.recorded(kept))
             if step == watched_step:
-                exits.enter_context(Watch(kept))
+                exits.enter_context(Watch(kept, keeps_values=True))
             loss = built.run_step(batch) or 0.0
         record.changed[step] = changed(after, kept.start)
         record.accumulated[step] = dict(kept.accumulated)
