@@ -78,12 +78,14 @@ class LostWorldError(TitanliteError):
 def user_line(error: BaseException) -> str:
     """The innermost line of a traceback outside torch and titanlite: "net.py, line 5: x = f(x)".
 
-    "" if there is none. The shipped models count as a user's code.
+    "" if there is none. The shipped models count as a user's code, and Python's import does not.
     """
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         package, _, rest = frame.f_globals.get("__name__", "").partition(".")
         is_model = rest.startswith("models.") and rest.count(".") > 1
-        if package not in ("titanlite", "torch") or (package == "titanlite" and is_model):
+        if package not in ("titanlite", "torch", "importlib") or (
+            package == "titanlite" and is_model
+        ):
             path = frame.f_code.co_filename
             text = linecache.getline(path, number).strip()
             place = f"{path.rpartition('/')[2]}, line {number}"

@@ -40,6 +40,7 @@ from titanlite.parallelize.plan import NEEDED, lacks_plan
 from titanlite.parallelize.tensor_account import tensors_of
 from titanlite.parallelize.tensor_parallel.apply import check_tied_placements
 from titanlite.plan_row import PlanRow
+from titanlite.ranks.settings import as_one_process
 from titanlite.registry import LOSSES, is_over_batch, load
 from titanlite.training.loss import NEXT_TOKEN, Loss, batch_dims, load_loss
 from titanlite.training.optimizer import Rule, find_rules
@@ -147,41 +148,46 @@ class PlainJob:
 def build_plain_job(resolved: ResolvedJob, builders: Builders) -> PlainJob:
     """The plain job; raises ConfigError if its model or data set cannot be used."""
     config, dims = resolved.config, resolved.dims
-    data = spec_for(config)
-    model, plan = builders.model(resolved, data)
-    dataset = builders.dataset(resolved, "train")
-    layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)
-    tied = {canonical_name(n): canonical_name(first) for n, first in find_tied(model).items()}
-    trained = [canonical_name(n) for n, p in model.named_parameters() if p.requires_grad]
-    if not trained:
-        raise ConfigError(
-            f"model.name: {config.model.name} has no parameter to train, since requires_grad is "
-            "False for all; train at least one"
+    data, dataset = spec_for(config), builders.dataset(resolved, "train")
+    # Where code of the model or the loss is only tried, no rank must wait for others.
+    with as_one_process():
+        model, plan = builders.model(resolved, data)
+        layout = make_layout(
+            config.parallelism.context_parallel_load_balancer, dims.num_token_shards
         )
-    rules = find_rules(trained, config.optimizer.no_weight_decay, config.optimizer.lr_multipliers)
-    rows = [*_describe_groups(config, rules), *_describe_frozen(model)]
-    example, loss = _example(resolved, data, dataset, layout), _loss_of(config, data)
-    output_dims = None
-    if is_over_batch(config.training.loss):
-        output_dims = batch_dims(model, _on_meta(read_batch(dataset, [0], data.fields), config))
-    return PlainJob(
-        model,
-        plan,
-        data,
-        dataset,
-        layout,
-        example,
-        loss,
-        output_dims,
-        draws=_find_draws(resolved, model, example, loss),
-        experts=expert_layers([model]),
-        tied=tied,
-        tensors=tensors_of(model, tied),
-        rules=rules,
-        model_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-        flops_per_token=_count_flops(resolved, model, data, dataset),
-        rows=rows,
-    )
+        tied = {canonical_name(n): canonical_name(first) for n, first in find_tied(model).items()}
+        trained = [canonical_name(n) for n, p in model.named_parameters() if p.requires_grad]
+        if not trained:
+            raise ConfigError(
+                f"model.name: {config.model.name} has no parameter to train, since requires_grad "
+                "is False for all; train at least one"
+            )
+        rules = find_rules(
+            trained, config.optimizer.no_weight_decay, config.optimizer.lr_multipliers
+        )
+        rows = [*_describe_groups(config, rules), *_describe_frozen(model)]
+        example, loss = _example(resolved, data, dataset, layout), _loss_of(config, data)
+        output_dims = None
+        if is_over_batch(config.training.loss):
+            output_dims = batch_dims(model, _on_meta(read_batch(dataset, [0], data.fields), config))
+        return PlainJob(
+            model,
+            plan,
+            data,
+            dataset,
+            layout,
+            example,
+            loss,
+            output_dims,
+            draws=_find_draws(resolved, model, example, loss),
+            experts=expert_layers([model]),
+            tied=tied,
+            tensors=tensors_of(model, tied),
+            rules=rules,
+            model_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+            flops_per_token=_count_flops(resolved, model, data, dataset),
+            rows=rows,
+        )
 
 
 def check_plain_model(resolved: ResolvedJob, features: Iterable[Feature]) -> None:

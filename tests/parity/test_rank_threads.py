@@ -23,6 +23,8 @@ from titanlite.tools.verify.verify import Verifier
 ROOT = Path(__file__).parents[2]
 CONFIG, OWN_MODEL = ROOT / "configs/ddp4.toml", ROOT / "docs/own_model.md"
 PAGE = (ROOT / "docs/threads.md").read_text(encoding="utf-8")
+# The page's programs, by their first lines.
+CODE = dict(re.findall(r"```python\n# (.*?)\n(.*?)```", PAGE, re.DOTALL))
 TINY: dict[str, Any] = {
     "model": {"dim": 32, "num_layers": 2, "num_heads": 4},
     "training": {"steps": 4, "local_batch_size": 2, "global_batch_size": 8, "dtype": "float64"},
@@ -102,29 +104,10 @@ def test_what_threads_cannot_do_is_refused(tmp_path: Path) -> None:
         train(tmp_path, "DDP", THREADS, wide, {"training": {"global_batch_size": 16384}})
 
 
-LOSS = """
-import inspect
-
-import torch.distributed as dist
-import torch.nn.functional as F
-
-import titanlite
-
-
-def loss(outputs, batch):
-    is_step = any("training/step.py" in frame.filename for frame in inspect.stack())
-    if dist.is_initialized() and dist.get_rank() == 1 and {when}:
-        {at_rank_1}
-    targets = batch.targets.flatten()
-    return F.cross_entropy(outputs.flatten(0, 1).float(), targets, reduction="sum")
-
-
-titanlite.register_loss("stops", loss)
-"""
-
-
-def debug(folder: Path, at_rank_1: str, commands: str, *more: str, when: str = "True") -> str:
-    (folder / "stops.py").write_text(LOSS.format(at_rank_1=at_rank_1, when=when))
+def debug(folder: Path, at_rank_1: str, commands: str, *more: str) -> str:
+    """What `titanlite debug` shows with the loss of docs/threads.md, which calls breakpoint()."""
+    loss = CODE["stops.py"].replace("breakpoint()", at_rank_1)
+    (folder / "stops.py").write_text(f"import torch\n{loss}")
     options = ("--experimental.custom_import=stops", "--training.loss=stops", "--training.steps=1")
     keys = (*options, "--job.device=cpu", f"--job.dump_folder={folder / 'run'}", *more)
     command = [sys.executable, "-m", "titanlite", "debug", str(CONFIG), *keys]
@@ -149,11 +132,25 @@ def test_the_debugger_opens_at_a_breakpoint_of_one_rank(tmp_path: Path) -> None:
     assert shown.rstrip().endswith("stopped in the debugger")
 
 
-def test_the_debugger_opens_at_an_error(tmp_path: Path) -> None:
-    shown = debug(tmp_path, "raise ValueError('broken')", "p outputs.dim()\nq\n", when="is_step")
-    assert "rank 1: ValueError: broken" in shown
-    assert "-> raise ValueError('broken')" in shown
+def test_the_debugger_of_a_rank_opens_where_it_waits_for_one_that_failed(tmp_path: Path) -> None:
+    shown = debug(tmp_path, "raise ValueError('broken')", "w\nothers\nq\n", "--rank=0")
+    assert re.search(
+        r"rank 1 has failed with \w+: .*ValueError: broken .*\nrank 0 was waiting here:", shown
+    )
+    assert "ddp/apply.py" in shown
+    assert "rank 0 (dp_replicate 0) is waiting for rank 1 in" in shown
+    assert "rank 1 (dp_replicate 1) has failed with" in shown
+
+
+def test_the_debugger_opens_where_no_rank_can_go_on(tmp_path: Path) -> None:
+    """A collective of one rank in a loss, which is tried before the ranks need each other."""
+    shown = debug(tmp_path, "dist.all_reduce(torch.ones(3))", "p outputs.dim()\nothers\nq\n")
+    assert re.search(
+        r"no rank can go on; rank 1: .* called all_reduce of 3 float32 at stops", shown
+    )
+    assert "-> dist.all_reduce(torch.ones(3))" in shown
     assert "(rank 1) 3" in shown
+    assert "rank 0 (dp_replicate 0) is waiting in all_reduce" in shown
 
 
 def test_the_page_shows_what_the_debugger_shows(tmp_path: Path) -> None:
@@ -184,7 +181,7 @@ def test_the_page_shows_what_the_debugger_shows(tmp_path: Path) -> None:
 
 
 def test_the_notebook_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code = CODE["a notebook"]
     exec(code, {"__name__": "__main__"})
     assert capsys.readouterr().out.strip() == code.rstrip().rpartition("# ")[2]
 

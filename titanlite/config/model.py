@@ -19,7 +19,7 @@ from titanlite.config.keys import Key, field_types, job_keys, model_keys, neares
 from titanlite.config.problems import explain
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import show_name
-from titanlite.errors import ConfigError, one_of, quote
+from titanlite.errors import ConfigError, one_of, quote, user_line
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.spec import ModelSpec
 from titanlite.registry import MODELS, registers_something
@@ -213,9 +213,12 @@ def import_module(name: str) -> None:
     try:
         importlib.import_module(name)
     except Exception as error:  # a user's module may raise anything
+        line = user_line(error)
+        cure = (
+            f"correct {line}" if line else f"give a module that can be imported from {quote(here)}"
+        )
         raise ConfigError(
-            f"experimental.custom_import: importing {quote(name)} failed with {_why(error)}; "
-            f"give a module that can be imported from {quote(here)}"
+            f"experimental.custom_import: importing {quote(name)} failed with {_why(error)}; {cure}"
         ) from error
 
 

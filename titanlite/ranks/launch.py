@@ -106,13 +106,14 @@ def spawn(
         places = [
             Place(rank, num_ranks, rank, num_ranks, rendezvous=THREADS) for rank in range(num_ranks)
         ]
-        return run_threads(function, places, *args, stop=stop)
+        with _noting_the_report():
+            return run_threads(function, places, *args, stop=stop)
 
     def send_result(place: Place, connection: Connection) -> None:
         place = replace(place, orders=connection)
         _send(connection, ("message", pickles.dumps(function(place, *args))))
 
-    with Ranks(send_result, num_ranks, max_ranks) as ranks:
+    with _noting_the_report(), Ranks(send_result, num_ranks, max_ranks) as ranks:
         if stop is not None:
 
             def pass_on() -> None:
@@ -123,6 +124,18 @@ def spawn(
             if stop.is_asked:
                 pass_on()
         return ranks.receive_all(timeout_seconds)
+
+
+@contextlib.contextmanager
+def _noting_the_report() -> Iterator[None]:
+    """Let Python print the report of a failed rank below the traceback of the caller."""
+    try:
+        yield
+    except RankError as error:
+        # Python prints the traceback of a cause by itself; older ones than 3.11 print no notes.
+        if error.__cause__ is None and error.rank_traceback and hasattr(error, "add_note"):
+            error.add_note(error.rank_traceback.rstrip())
+        raise
 
 
 class Ranks:

@@ -31,14 +31,22 @@ class Call:
     dtype: str
     site: str
     is_done: bool = True
+    root: int | None = None
+    """The rank of the world that sends to the others, or receives from them, if it is known."""
 
     def likeness(self) -> tuple[Any, ...]:
         """The properties that must be the same on every rank."""
         num_elements = 0 if self.operation in UNEVEN else self.num_elements
-        return self.operation, num_elements, self.dtype
+        return self.operation, num_elements, self.dtype, self.root
 
     def __str__(self) -> str:
-        return f"{self.operation} of {self.num_elements:,} {self.dtype}"
+        of_root = "" if self.root is None else f" (root: rank {self.root})"
+        return f"{self.operation}{f' of {self.size}' if self.size else ''}{of_root}"
+
+    @property
+    def size(self) -> str:
+        """The number of elements and their dtype; "" for a barrier."""
+        return f"{self.num_elements:,} {self.dtype}" if self.dtype else ""
 
 
 @dataclass(frozen=True)
@@ -134,11 +142,14 @@ def write_report(
     absent: Mapping[int, Absent],
     reason: str = "",
     describe_place: Callable[[int], str] = lambda rank: "",
+    *,
+    otherwise: str = "communication failed",
 ) -> Report:
     """The state of every rank, and the rank that caused the hang.
 
     `absent` are the ranks that did not report; `accounts` must hold at least one rank.
-    `describe_place` gives the mesh coordinates of a rank.
+    `describe_place` gives the mesh coordinates of a rank. `reason` says why the run has stopped;
+    without one, a lost rank does, or different collectives, or else `otherwise`.
     """
     groups = {
         name: group for account in accounts.values() for name, group in account.groups.items()
@@ -147,7 +158,7 @@ def write_report(
     astray = find_astray(accounts, groups)
     rank, headline = _blame(accounts, absent, missed, astray, groups)
     if not reason:
-        reason = "ranks called different collectives" if astray else "communication failed"
+        reason = "ranks called different collectives" if astray else otherwise
         reason = "a rank was lost" if absent else reason
     lines = [f"The run has stopped: {reason}."]
     for number in sorted({*accounts, *absent}):
@@ -211,7 +222,7 @@ def _lines_of(
         for_whom = f" for {number_ranks(late)}" if late else ""
         yield (
             f"is waiting{for_whom} in {call.operation} {call.number} over {axis} "
-            f"(ranks {members}), {call.num_elements:,} {call.dtype}, called at {call.site}"
+            f"(ranks {members}){f', {call.size}' if call.size else ''}, called at {call.site}"
         )
     if account.message is not None:
         peers = number_ranks(account.message.peers) if account.message.peers else "a peer"

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from titanlite.ranks.fork_server import environment_restored
@@ -117,6 +118,17 @@ def generators_restored() -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def as_one_process() -> Iterator[None]:
+    """Inside, there is no default group, as in one process: what runs here calls no other rank."""
+    world = dist.distributed_c10d._world
+    group, world.default_pg = world.default_pg, None
+    try:
+        yield
+    finally:
+        world.default_pg = group
 
 
 def prepare_process(*, one_node: bool, num_recorded: int, num_threads: int) -> None:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlite.errors import TitanliteError
 from titanlite.ranks.hang_state import UNKNOWN, is_plumbing, show_place
-from titanlite.ranks.report import UNEVEN, Call, Message
+from titanlite.ranks.report import Call, Message
 from titanlite.ranks.turns import Happening, Turns
 
 # DeviceMesh compares meshes by thread, too, where the backend has this name: two ranks' meshes are
@@ -61,8 +61,6 @@ class Operation:
 
     call: Call
     compute: Callable[[list[Any]], None]
-    first: int
-    """The rank that called it first."""
     given: dict[int, Any] = field(default_factory=dict)
     done: Happening = field(default_factory=Happening)
 
@@ -163,9 +161,12 @@ class Exchange:
     def calls_of(self, rank: int) -> list[Call]:
         """A rank's last calls of collectives, the latest last."""
         return [
-            replace(call, is_done=(call.group, call.number) not in self.operations)
+            call if self._is_under_way(call) else replace(call, is_done=True)
             for call in self._calls[rank]
         ]
+
+    def _is_under_way(self, call: Call) -> bool:
+        return (call.group, call.number) in self.operations
 
 
 @dataclass(eq=False)
@@ -464,22 +465,19 @@ class ThreadGroup(_ProcessGroup):
         self._number += 1
         key = self._key, self._number
         dtype = str(sizes[0].dtype).removeprefix("torch.") if sizes else ""
-        operation = name if root is None else f"{name} of rank {self.ranks[root]}"
         numel = sum(tensor.numel() for tensor in sizes)
-        call = Call(self._key, self._number, operation, numel, dtype, user_site(), is_done=False)
+        sender = None if root is None else self.ranks[root]
+        call = Call(self._key, self._number, name, numel, dtype, user_site(), False, sender)
         own = self.ranks[self._rank]
         shared.record(own, call)
         under_way = shared.operations.get(key)
         if under_way is None:
-            under_way = shared.operations[key] = Operation(call, compute, own)
+            under_way = shared.operations[key] = Operation(call, compute)
             under_way.done.what = call
-        elif not _are_alike(under_way.call, call):
-            raise TitanliteError(
-                f"ranks {under_way.first} and {own} call different collectives as number "
-                f"{self._number} of the group of ranks {_shown(self.ranks)}: rank "
-                f"{under_way.first} calls {under_way.call} at {under_way.call.site}, rank {own} "
-                f"calls {call} at {call.site}"
-            )
+        elif under_way.call.likeness() != call.likeness():
+            # They never meet. Once no rank can go on, the calls of all of them tell which is wrong;
+            # an error raised here could be caught by the code of a rank.
+            shared.turns.wait_for(Happening(call))
         under_way.given[self._rank] = given
         number = 0
         if shared.listener:
@@ -519,18 +517,8 @@ def user_site() -> str:
     return UNKNOWN
 
 
-def _are_alike(one: Call, other: Call) -> bool:
-    if one.operation.split()[0] in UNEVEN:
-        return one.operation == other.operation and one.dtype == other.dtype
-    return one.likeness() == other.likeness()
-
-
 def _size(tensor: Tensor) -> str:
     return f"{tensor.numel():,} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]}"
 
 
 def _flat(nested: list[list[Tensor]]) -> list[Tensor]:

@@ -31,9 +31,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from titanlite import pickles
 from titanlite.errors import ConfigError, RankError, TitanliteError
-from titanlite.ranks.hang_state import stack_of
+from titanlite.ranks.hang_state import REMEMBERED_CALLS, stack_of
 from titanlite.ranks.machine import MOST_THREADS, num_cores
-from titanlite.ranks.report import Account, Call, Message, write_report
+from titanlite.ranks.report import Account, Call, Message, Report, write_report
 from titanlite.ranks.settings import (
     choose_kernels,
     deterministic,
@@ -162,6 +162,8 @@ class ThreadWorld:
         self.axes: dict[str, str] = {}
         self.describe_place: Callable[[int], str] = lambda rank: ""
         self.timeout_seconds = None
+        self.stuck: Report | None = None
+        """Where the ranks were once none of them could go on."""
         self._patches, self._num_patched = contextlib.ExitStack(), 0
         self._before, self._states = State(), dict[int, State]()
 
@@ -193,12 +195,14 @@ class ThreadWorld:
 
     def describe(self) -> str:
         """Where each rank is, and what it waits for; a line for each."""
-        report = write_report(self._accounts(), {}, "", self.describe_place)
+        report = self.stuck or write_report(self._accounts(), {}, "", self.describe_place)
         return "\n".join(report.body.splitlines()[1 : self.size + 1])
 
     def _stuck(self) -> tuple[int, BaseException]:
         """The rank that the others wait for, and the report of all ranks."""
-        report = write_report(self._accounts(), {}, "no rank can go on", self.describe_place)
+        accounts, described = self._accounts(), self.describe_place
+        report = write_report(accounts, {}, "", described, otherwise="no rank can go on")
+        self.stuck = report
         return report.rank, RankError(report.rank, report.headline, report.body)
 
     def _accounts(self) -> dict[int, Account]:
@@ -211,15 +215,23 @@ class ThreadWorld:
         for rank in range(self.size):
             account = accounts[rank] = Account(rank, groups=groups)
             if rank not in waits:
-                account.finished = "has finished"
+                failure = self.turns.failure
+                account.finished = "has finished" if failure is None else "was ended"
+                if failure is not None and failure[0] == rank:
+                    account.finished = f"has failed with {type(failure[1]).__name__}"
                 continue
             account.stack, account.site = stack_of(self.turns.thread_of(rank))
-            waits_for = waits[rank]
-            match waits_for and waits_for.what:
-                case Call() as call:
-                    account.calls = [call]
-                case Message() as message:
-                    account.message = message
+            waited = waits[rank]
+            # Once it has happened, the rank waits for its turn alone.
+            what = None if waited is None or waited.has_happened else waited.what
+            # What a rank has called and does not wait for yet counts as done.
+            waits_in = (what.group, what.number) if isinstance(what, Call) else None
+            account.calls = [
+                replace(call, is_done=(call.group, call.number) != waits_in)
+                for call in self.exchange.calls_of(rank)[-REMEMBERED_CALLS:]
+            ]
+            if isinstance(what, Message):
+                account.message = what
         return accounts
 
     @contextlib.contextmanager

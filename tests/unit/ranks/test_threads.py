@@ -1,5 +1,6 @@
 """Ranks as threads of one process: collectives, messages, states of their own, and deadlocks."""
 
+import contextlib
 import random
 import threading
 import time
@@ -276,10 +277,22 @@ def test_different_collectives_name_both_ranks_and_lines() -> None:
         else:
             dist.broadcast(x, 0)
 
-    text = str(fails(on_rank, TitanliteError))
-    assert "rank 0 calls broadcast of rank 0 of 3 float32 at" in text
-    assert "rank 1 calls all_reduce of 3 float32 at" in text
-    assert text.count("test_threads.py:") == 2
+    error = fails(on_rank)
+    assert "The run has stopped: ranks called different collectives." in error.rank_traceback
+    assert error.rank == 1
+    assert "collective 1 over the world it called all_reduce of 3 float32 at" in error.message
+    assert "ranks 0, 2, 3 called broadcast of 3 float32 (root: rank 0) at" in error.message
+    assert error.message.count("test_threads.py:") == 2
+
+
+def test_no_code_of_a_rank_can_catch_different_collectives() -> None:
+    def on_rank(world: World) -> None:
+        x = torch.ones(3 + (world.rank == 1))
+        with contextlib.suppress(Exception):
+            dist.all_reduce(x)
+        dist.barrier()
+
+    assert "called all_reduce of 4 float32" in fails(on_rank).message
 
 
 def test_messages_of_different_sizes_are_named() -> None:

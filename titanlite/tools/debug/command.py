@@ -16,6 +16,7 @@ from typing import Any
 from titanlite.config import read_job
 from titanlite.errors import ConfigError, RankError, TitanliteError, quote
 from titanlite.ranks.launch import Place, spawn
+from titanlite.ranks.turns import WorldEnded
 from titanlite.run import train_on_rank
 from titanlite.start import Start, check_start
 from titanlite.tools.options import count, require_writable, split_options, write
@@ -24,7 +25,8 @@ HELP = """usage: titanlite debug CONFIG.toml [--rank N] [--section.key=value ...
        titanlite debug CONFIG.toml --record FILE.html [--step N] [--section.key=value ...]
 
 Train a job whose ranks are threads of this process, of which one runs at a time. A debugger (pdb)
-opens where a rank raises an error, and at breakpoint(); the other ranks stand still meanwhile.
+opens where a rank raises an error, at breakpoint(), and where a rank waits once no rank can go on;
+the other ranks stand still meanwhile.
 
   --rank N            only in rank N; without it, in the first rank that comes there
   --record FILE       instead, train to one step, and draw what each rank sends to whom in it, and
@@ -146,6 +148,9 @@ def _on_rank(place: Place, rank: int | None, function: Callable[..., Any], args:
             known = [one for one in _chain(error) if _own_places(one.__traceback__)]
             Debugging(rank).at_error(place.rank, cause, known[-1].__traceback__)
         raise
+    except WorldEnded as ended:
+        Debugging(rank).at_end(place.rank, ended.__traceback__)
+        raise
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -197,9 +202,23 @@ class Debugging:
         if self.rank not in (None, rank):
             return
         print(f"rank {rank}: {type(error).__name__}: {error}")
-        debugger = RankDebugger(rank, thread_world())
-        debugger.reset()
-        debugger.interaction(None, traceback)
+        RankDebugger(rank, thread_world()).look_back(traceback)
+
+    def at_end(self, rank: int, traceback: Any) -> None:
+        """Open the debugger where a rank was waiting once no rank can go on, or one has failed."""
+        from titanlite.ranks.threads import thread_world
+
+        world = thread_world()
+        assert world.turns.failure is not None  # it is why the rank was ended
+        failed, error = world.turns.failure
+        if failed < 0 or isinstance(_first_cause(error), BdbQuit):
+            return
+        # Without --rank, the debugger has been open in the rank that failed.
+        if self.rank == rank or (self.rank is None and world.stuck and failed == rank):
+            why = f"rank {failed} has failed with {type(error).__name__}: {error}"
+            print(f"no rank can go on; {error}" if world.stuck else why)
+            print(f"rank {rank} was waiting here:")
+            RankDebugger(rank, world).look_back(traceback)
 
 
 def _is_tried(frame: FrameType | None) -> bool:
@@ -217,7 +236,12 @@ class RankDebugger(pdb.Pdb):
     def __init__(self, rank: int, world: Any) -> None:
         super().__init__(nosigint=threading.current_thread() is not threading.main_thread())
         self.prompt = f"(rank {rank}) "
-        self._world = world
+        self._rank, self._world = rank, world
+
+    def look_back(self, traceback: Any) -> None:
+        """Open at the end of a traceback; the rank does not go on."""
+        self.reset()
+        self.interaction(None, traceback)
 
     def setup(self, frame: FrameType | None, traceback: Any) -> None:
         """Begin at the line of the model or the plan that led to an error, not inside of torch."""
@@ -231,5 +255,7 @@ class RankDebugger(pdb.Pdb):
         """others: where each rank is, and the collective or message that it waits for."""
         from titanlite.ranks.hang_state import UNKNOWN
 
-        # After an error the thread of this rank runs nothing but the debugger.
-        self.message(self._world.describe().replace(f"at {UNKNOWN}", "in this debugger"))
+        for rank, line in enumerate(self._world.describe().splitlines()):
+            # After an error the thread of this rank runs nothing but the debugger.
+            here = "is in this debugger" if rank == self._rank else "has not started"
+            self.message(line.replace(f"is at {UNKNOWN}", here))
