@@ -47,6 +47,24 @@ RENAMED_SECTIONS = {
     "quantize.moe": "quantize.grouped_mm",
 }
 
+# What TorchTitan 0.3 has moved: a key or section -> its name here, which is that of 0.2.
+MOVED = {
+    "dump_folder": "job.dump_folder",
+    "hf_assets_path": "model.hf_assets_path",
+    "debug.print_config": "job.print_config",
+    "debug.save_config_file": "job.save_config_file",
+    "dataloader.dataset": "training.dataset",
+    "dataloader.dataset_path": "training.dataset_path",
+    "dataloader": "training.dataloader",
+    "validator.dataloader": "validation",
+    "validator": "validation",
+    "profiler": "profiling",
+    "compile.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
+    "activation_checkpoint.force_recompute_mm_shapes_by_fqns": (
+        "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
+    ),
+}
+
 # Keys and sections in TorchTitan job files that are for one of its models, or were for its tests.
 FOREIGN = {
     **dict.fromkeys(
@@ -290,6 +308,14 @@ def model_keys(config_class: Any) -> dict[str, Key]:
     names = [field.name for field in dataclasses.fields(config_class) if field.init]
     keys = [make_key(f"model.{name}", FieldInfo.from_annotation(hints[name])) for name in names]
     return {key.name: key for key in keys}
+
+
+def own_name(name: str) -> str:
+    """The name here of a key or section, which TorchTitan 0.3 may have moved."""
+    for new, own in MOVED.items():
+        if name == new or name.startswith(f"{new}."):
+            return own + name[len(new) :]
+    return name
 
 
 def nearest_key(name: str, known: Mapping[str, Key]) -> str | None:

@@ -20,17 +20,28 @@ from titanlite.config.degrees import DEGREES, make_parallel_dims
 from titanlite.config.draft import Draft
 from titanlite.config.keys import (
     FOREIGN,
+    MOVED,
     RENAMED_SECTIONS,
     Key,
     job_keys,
     job_sections,
     model_keys,
     nearest_key,
+    own_name,
 )
 from titanlite.config.model import ResolvedModel, load_config_class, load_model_spec, resolve_model
 from titanlite.config.problems import REMOVE, REMOVE_OPTION, REMOVE_SECTION, explain
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import TOML_ERRORS, drop, parse_toml, put, show, show_name, unclosed_list
+from titanlite.config.toml import (
+    TOML_ERRORS,
+    drop,
+    has,
+    parse_toml,
+    put,
+    show,
+    show_name,
+    unclosed_list,
+)
 from titanlite.errors import ConfigError, quote
 
 CONFIG_FILE = "job.config_file"
@@ -181,6 +192,8 @@ def _read_values(
     """
     doubtful: set[str] = set()
     keys = job_keys()
+    _take_moved(values, problems)
+    texts = [(own_name(name), text) for name, text in texts]
     for name, text in texts:
         if name in keys:
             _put_text(values, keys[name], text, problems)
@@ -208,6 +221,21 @@ def _read_values(
             drop(values, name)
         config = JobConfig.model_validate(values)
     return Reading(config, problems, doubtful)
+
+
+def _take_moved(values: dict[str, Any], problems: list[str]) -> None:
+    """Put what has a name of TorchTitan 0.3 under its name here."""
+    for new in MOVED:
+        if not has(values, new):
+            continue
+        *sections, leaf = new.split(".")
+        given = functools.reduce(operator.getitem, sections, values).pop(leaf)
+        for key, value in given.items() if isinstance(given, dict) else [("", given)]:
+            own = own_name(f"{new}.{key}".removesuffix("."))
+            if has(values, own):
+                problems.append(f"{own}: is given here, and as {new}; remove one")
+            else:
+                put(values, own, value)
 
 
 def _own_keys(values: Mapping[str, Any]) -> dict[str, Key]:

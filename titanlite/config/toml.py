@@ -33,6 +33,15 @@ def put(values: dict[str, Any], name: str, value: Any) -> None:
     values[leaf] = value
 
 
+def has(values: Any, name: str) -> bool:
+    """Whether the key or table with this dotted name is there."""
+    for part in name.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
 def drop(values: Any, name: str) -> None:
     """Remove the key or table with this dotted name, if it is there."""
     *sections, leaf = name.split(".")

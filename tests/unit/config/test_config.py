@@ -484,3 +484,20 @@ def test_reading_a_job_is_quick_and_imports_no_torch() -> None:
     heavy, _, seconds = done.stderr.strip().rpartition(" ")
     assert heavy == "[]"
     assert float(seconds) < 1.0  # about 0.25 on the slowest machine seen
+
+
+def test_names_of_torchtitan_0_3_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    data = "dataloader.dataset = 'synthetic'"
+    text = f"dump_folder = 'there'\n{data}\ndebug.print_config = true\n"
+    file.write_text(f"{text}validator.freq = 7\nvalidator.{data}")
+    keys = [f"--job.config_file={file}", "--profiler.profile_freq=3"]
+    config = parse_args(keys)
+    assert (config.job.dump_folder, config.job.print_config) == ("there", True)
+    assert (config.validation.freq, config.validation.dataset) == (7, "synthetic")
+    assert (config.training.dataset, config.profiling.profile_freq) == ("synthetic", 3)
+    file.write_text("[profiling]\nprofile_freq = 2\n[profiler]\nprofile_freq = 3\n")
+    with pytest.raises(
+        ConfigError, match=r"profiling.profile_freq: is given here, and as profiler;"
+    ):
+        parse_args(keys[:1])

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from titanlite.config import JobConfig
+from titanlite.config.keys import own_name
 from titanlite.errors import ConfigError
 from titanlite.tools.torchtitan.job import TitanJob
 from titanlite.tools.torchtitan.options import Options
@@ -62,7 +63,8 @@ def _keys(config: Any, lacking: Lacking) -> Iterator[tuple[Place, Any]]:
         for field in fields(part):
             value = getattr(part, field.name)
             if isinstance(value, str | int | float | bool | list | None):
-                yield (section, field.name), value
+                own_section, _, key = own_name(f"{section}.{field.name}").rpartition(".")
+                yield (own_section, key), value
     for key in ("dataset", "dataset_path"):
         yield ("training", key), getattr(config.dataloader, key, None)
     kind = type(config.activation_checkpoint).__qualname__.partition(".")[0]
