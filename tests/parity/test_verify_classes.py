@@ -60,7 +60,7 @@ def config_of(plan: dict[str, Any], fault: str, *more: Sections):
         slow(
             "reduced by the block, no sum backward",
             r"every module output agrees, but .* the output of layers.1.norm is the first .* "
-            r"layers.1.up, layers.1.gate and layers.1.scale read it",
+            r"The gradient of the input of layers.1.up .* is correct after a sum over tp",
         ),
         slow("not reduced in evaluation", "In its first batch, layers.0.down is .* Summed over tp"),
         slow(
@@ -130,10 +130,12 @@ def each_others_seed():
     [
         slow(stay_gathered, "after step 1 the modules hold other tensors .* stale weights"),
         slow(
-            last_block_first, "layers.0.norm is the .* layers.1 runs before it, but after it on one"
+            last_block_first,
+            "between the output of tok_emb and the input x of layers.0: .* correct the order",
         ),
         slow(
-            one_block_skipped, "layers.1.norm, .* never run, and layers.1.scale, which comes later"
+            one_block_skipped,
+            "layers.1.norm, .* never run, and the input of layers.1.scale, which comes",
         ),
         (
             each_others_seed,

@@ -6,7 +6,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from titanlite.tools.torchtitan.options import parse
+from titanlite.tools.torchtitan.options import PREFIX, parse
+from titanlite.tools.verify.command import require_files, write_files
 
 HELP = """usage: titanlite verify torchtitan:NAME [options] [--section.key=value ...]
 
@@ -20,6 +21,8 @@ as llama3_debugmodel, or your own, PACKAGE.MODULE:FUNCTION. All ranks run on the
   --ranks N           ranks in all, for a shard degree of -1 (default: as few as the rest allows)
   --processes         run the ranks as processes, not as threads of this one
   --full              keep the job's own length, batch and number of layers
+  --json FILE         write every difference of every step, and the diagnosis
+  --junit FILE        write a test case, as JUnit XML for a CI system
   --section.key=value TorchTitan's own options, such as --parallelism.tensor_parallel_degree=2
 
 exit status: 0 all agree, 1 something differs or the plan does not run, 2 bad input; see
@@ -33,11 +36,16 @@ def verify(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     options = parse(arguments)
+    require_files(options.json, options.junit)
     from titanlite.tools.torchtitan.verify import verify_job
     from titanlite.tools.verify.report import format_result
 
     found = verify_job(options, on_start=lambda lines: print(_header(lines), flush=True))
-    print(format_result(found, found.dtype))
+    text = format_result(found, found.dtype)
+    job = {"config": PREFIX + options.name, "options": options.titan}
+    ran = {**job, "degrees": found.grid.degrees, "dtype": found.dtype}
+    write_files(found, ran, text, options.json, options.junit)
+    print(text)
     if found.error is not None and found.error.rank_traceback:
         print(f"\n{found.error.rank_traceback}", file=sys.stderr)
     return 0 if found.agrees else 1

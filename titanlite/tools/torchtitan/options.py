@@ -24,6 +24,8 @@ class Options:
     ranks: int | None = None
     processes: bool = False
     full: bool = False
+    json: str = ""
+    junit: str = ""
     rank: int | None = None
 
 
@@ -36,8 +38,7 @@ def rank_number(name: str, text: str) -> int:
 VALUES: dict[str, Callable[[str, str], object]] = {
     "--steps": count,
     "--ranks": count,
-    "--dtype": OF_VERIFY["--dtype"],
-    "--tolerance": OF_VERIFY["--tolerance"],
+    **{name: OF_VERIFY[name] for name in ("--dtype", "--tolerance", "--json", "--junit")},
 }
 FLAGS = ("--processes", "--full")
 OF_DEBUG = {"--rank": rank_number}

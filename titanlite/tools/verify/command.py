@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
@@ -22,6 +22,9 @@ from titanlite.tools.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stabl
 from titanlite.tools.verify.junit import Case, to_junit
 from titanlite.tools.verify.sensitivity import SENSITIVITY
 from titanlite.tools.verify.shrink import read_small
+
+if TYPE_CHECKING:
+    from titanlite.tools.verify.result import Result
 
 HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
        titanlite verify --matrix [CONFIG.toml] [--ranks N] [--output FOLDER] [options]
@@ -76,8 +79,8 @@ class Options:
     until_stable: bool = False
     threads: bool = False
     processes: bool = False
-    json: str | None = None
-    junit: str | None = None
+    json: str = ""
+    junit: str = ""
     matrix: bool = False
     ranks: int = 8
     output: str = "outputs/verify"
@@ -91,9 +94,7 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     options = parse(arguments)
-    for option, path in (("--json", options.json), ("--junit", options.junit)):
-        if path:
-            require_writable(path, option)
+    require_files(options.json, options.junit)
     try:
         return verify_matrix(options) if options.matrix else verify_one(options)
     except (TitanliteError, BrokenPipeError):
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def verify_one(options: Options) -> int:
     """Verify the job that the options name."""
-    from titanlite.tools.verify.report import format_header, format_verification, to_json, verdict
+    from titanlite.tools.verify.report import format_header, format_verification
     from titanlite.tools.verify.verify import Verifier
 
     if options.processes:
@@ -145,13 +146,8 @@ def verify_one(options: Options) -> int:
             replay=options.replay_routing,
             on_start=lambda found: show(format_header(found, source, shrunk) + "\n"),
         )
-    if options.json:
-        text = json.dumps(to_json(found, source, shrunk), indent=1) + "\n"
-        write(options.json, text)
     text = format_verification(found)
-    if options.junit:
-        failure = "" if found.agrees else f"{verdict(found)}. {found.cause}".removesuffix(". ")
-        write(options.junit, to_junit([Case(source or "job", found.seconds, failure, text)]))
+    write_files(found, found.ran(source, shrunk), text, options.json, options.junit)
     print(text)
     if found.error is not None and found.error.rank_traceback:
         print(f"\n{found.error.rank_traceback}", file=sys.stderr)
@@ -203,6 +199,26 @@ def _dtype(name: str, text: str) -> str:
     if text not in DTYPES:
         raise ConfigError(f"{name}: {quote(text)} is not supported; give {', '.join(DTYPES)}")
     return text
+
+
+def write_files(
+    found: Result, ran: Mapping[str, Any], text: str, json_path: str, junit_path: str
+) -> None:
+    """Write the result of what `ran` as JSON and as JUnit XML, to each path that is given."""
+    from titanlite.tools.verify.report import to_json, verdict
+
+    if json_path:
+        write(json_path, json.dumps(to_json(found, ran), indent=1) + "\n")
+    if junit_path:
+        failure = "" if found.agrees else f"{verdict(found)}. {found.cause}".removesuffix(". ")
+        write(junit_path, to_junit([Case(ran["config"] or "job", found.seconds, failure, text)]))
+
+
+def require_files(json_path: str, junit_path: str) -> None:
+    """Raises ConfigError if a path that is given cannot be written."""
+    for option, path in (("--json", json_path), ("--junit", junit_path)):
+        if path:
+            require_writable(path, option)
 
 
 def _tolerance(name: str, text: str) -> float | str:

@@ -43,7 +43,7 @@ class VerifyResult:
     @property
     def figures(self) -> dict[str, Any]:
         """Everything that was found, as `titanlite verify --json` writes it."""
-        return to_json(self.found, self.source, list(self.shrunk))
+        return to_json(self.found, self.found.ran(self.source, self.shrunk))
 
     def check(self) -> VerifyResult:
         """Raises AssertionError, with what `print` shows, unless the plan agrees."""

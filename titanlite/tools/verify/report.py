@@ -179,8 +179,8 @@ WORDS = {
 }
 
 
-def to_json(found: Verification, source: str, shrunk: list[str]) -> dict[str, Any]:
-    """The whole result as JSON; a difference that is not finite is null."""
+def to_json(found: Result, ran: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole result as JSON, after what `ran`; a difference that is not finite is null."""
 
     def number(value: float) -> float | None:
         return value if math.isfinite(value) else None
@@ -205,16 +205,13 @@ def to_json(found: Verification, source: str, shrunk: list[str]) -> dict[str, An
         }
         for f in found.failures
     ]
-    ran = bool(found.differences)
+    has_run = bool(found.differences)
     return {
-        "config": source,
-        "shrunk": shrunk,
-        "degrees": found.job.dims.degrees,
+        **ran,
         "threads": found.threads,
-        "dtype": found.dtype,
         "agrees": found.agrees,
-        "margin": number(found.margin) if ran else None,
-        "largest": number(found.differences[found.worst[0]][found.worst[1]]) if ran else None,
+        "margin": number(found.margin) if has_run else None,
+        "largest": number(found.differences[found.worst[0]][found.worst[1]]) if has_run else None,
         "error": None if found.error is None else str(found.error),
         "failures": failed,
         "different_replicas": [

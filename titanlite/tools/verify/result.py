@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from titanlite.config import ResolvedJob
 from titanlite.errors import RankError
@@ -114,6 +115,11 @@ class Verification(Result):
     """The tolerance that was asked for: a number, or "sensitivity"."""
     moved: list[str] = field(default_factory=list)
     """Sentences about tokens that the plan routes to other experts than the reference."""
+
+    def ran(self, source: str, shrunk: Sequence[str]) -> dict[str, Any]:
+        """What ran, as JSON: a job, what was made smaller in it, its degrees and its dtype."""
+        degrees = self.job.dims.degrees
+        return {"config": source, "shrunk": list(shrunk), "degrees": degrees, "dtype": self.dtype}
 
     @property
     def agrees(self) -> bool:
