@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, quote
 from titanlite.tools.torchtitan.stand_ins import attribute_of
 
 # The mesh axes of TorchTitan, outermost first, by the key that has their degree.
@@ -103,6 +103,7 @@ class TitanJob:
         registries = dict(_registries())
         for model, names in registries.items():
             if self.name in names:
+                _import_registry(model, self.name)
                 return model, self.name
         every = [name for names in registries.values() for name in names]
         raise ConfigError(
@@ -121,6 +122,7 @@ class TitanJob:
         A shard degree of -1 is as small as it can be, or fits `ranks`. Raises ConfigError.
         """
         config = self.read()
+        self._require_runnable(config)
         training, parallelism = config.training, config.parallelism
         degrees = self._degrees(parallelism, ranks)
         plan = Plan(config, degrees, ranks)
@@ -155,6 +157,18 @@ class TitanJob:
         if ranks is not None and size != ranks:
             raise ConfigError(f"--ranks: {ranks} ranks do not fit the degrees, which need {size}")
         return found
+
+    def _require_runnable(self, config: Any) -> None:
+        """Raises ConfigError for what no stand-in lets run on a CPU."""
+        if not hasattr(config.model_spec.model, "vocab_size"):
+            raise ConfigError(
+                f"{self.name}: its model takes no tokens; titanlite runs language models"
+            )
+        if any(group.optimizer_name == "DistMuon" for group in config.optimizer.param_groups):
+            raise ConfigError(
+                f"{self.name}: its optimizer DistMuon runs on CUDA devices alone; give a job with "
+                "another optimizer"
+            )
 
     def _shrink(self, plan: Plan) -> None:
         training, model = plan.config.training, plan.config.model_spec.model
@@ -264,6 +278,17 @@ def _registries() -> Iterator[tuple[str, list[str]]]:
     for folder in spec.submodule_search_locations or () if spec else ():
         for file in sorted(Path(folder).glob("models/*/config_registry.py")):
             yield file.parent.name, re.findall(r"^def ([a-z]\w*)\(", file.read_text(), re.MULTILINE)
+
+
+def _import_registry(model: str, name: str) -> None:
+    """Raises ConfigError if a model of TorchTitan needs a package that is not installed."""
+    try:
+        importlib.import_module(f"torchtitan.models.{model}.config_registry")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{name}: the code of {model} imports {quote(str(error.name))}, which is not "
+            "installed; install its package"
+        ) from error
 
 
 def _takes_spmd_types() -> bool:
