@@ -51,6 +51,13 @@ def count(name: str, text: str) -> int:
     return int(text)
 
 
+def rank_number(name: str, text: str) -> int:
+    """The value of an option that is a number from 0."""
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"{name}: {quote(text)} is not a rank; give its number")
+    return int(text)
+
+
 def require_writable(path: str, option: str) -> None:
     """Raise ConfigError before a run if the file `path` of `option` could not be written after it.
 

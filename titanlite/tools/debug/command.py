@@ -19,7 +19,7 @@ from titanlite.ranks.launch import Place, spawn
 from titanlite.ranks.turns import WorldEnded
 from titanlite.run import train_on_rank
 from titanlite.start import Start, check_start
-from titanlite.tools.options import count, require_writable, split_options, write
+from titanlite.tools.options import count, rank_number, require_writable, split_options, write
 
 HELP = """usage: titanlite debug CONFIG.toml [--rank N] [--section.key=value ...]
        titanlite debug CONFIG.toml --record FILE.html [--step N] [--section.key=value ...]
@@ -115,7 +115,7 @@ class Options:
 
 def _parse(arguments: Sequence[str]) -> Options:
     found, words = split_options(
-        arguments, {"--rank": _rank, "--record": _picture, "--step": count}
+        arguments, {"--rank": rank_number, "--record": _picture, "--step": count}
     )
     options = Options(words, **found)
     if options.step and not options.record:
@@ -123,12 +123,6 @@ def _parse(arguments: Sequence[str]) -> Options:
     if options.record and options.rank is not None:
         raise ConfigError("--rank: is for the debugger, and --record opens none; remove one")
     return options
-
-
-def _rank(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(f"{name}: {quote(text)} is not a rank; give its number")
-    return int(text)
 
 
 def _picture(name: str, text: str) -> str:

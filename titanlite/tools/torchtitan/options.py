@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from titanlite.errors import ConfigError, quote
-from titanlite.tools.options import count
+from titanlite.errors import ConfigError
+from titanlite.tools.options import count, rank_number, split_options
 from titanlite.tools.verify.command import VALUES as OF_VERIFY
 
 PREFIX = "torchtitan:"
@@ -29,12 +29,6 @@ class Options:
     rank: int | None = None
 
 
-def rank_number(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(f"{name}: {quote(text)} is not a rank; give its number")
-    return int(text)
-
-
 VALUES: dict[str, Callable[[str, str], object]] = {
     "--steps": count,
     "--ranks": count,
@@ -46,24 +40,17 @@ OF_DEBUG = {"--rank": rank_number}
 
 def parse(arguments: Sequence[str], *, is_debug: bool = False) -> Options:
     """Parse a command line; raises ConfigError for a wrong option of titanlite's."""
-    options, rest = Options(), list(arguments)
-    values = VALUES | (OF_DEBUG if is_debug else {})
-    while rest:
-        word = rest.pop(0)
-        name, equals, text = word.partition("=")
-        if name in values:
-            if not equals and (not rest or rest[0].startswith("--")):
-                raise ConfigError(f"{name}: needs a value; write {name}=value")
-            value = values[name](name, text if equals else rest.pop(0))
-            setattr(options, name.removeprefix("--"), value)
-        elif word in FLAGS:
-            setattr(options, name.removeprefix("--"), True)
-        elif word.startswith(PREFIX):
-            if options.name:
-                raise ConfigError(f"{word}: is a second job; give one")
-            options.name = word.removeprefix(PREFIX)
-        else:
+    found, words = split_options(arguments, VALUES | (OF_DEBUG if is_debug else {}), FLAGS)
+    options = Options(**found)
+    for word in words:
+        # split_options takes a word without dashes for the file of a job.
+        word = word.removeprefix("--job.config_file=")
+        if not word.startswith(PREFIX):
             options.titan.append(word)
+        elif options.name:
+            raise ConfigError(f"{word}: is a second job; give one")
+        else:
+            options.name = word.removeprefix(PREFIX)
     if options.dtype == "bfloat16":
         raise ConfigError("--dtype: bfloat16 says little of a plan; give float64 or float32")
     return options

@@ -14,19 +14,10 @@ from titanlite.tools.torchtitan.job import TitanJob
 from titanlite.tools.torchtitan.options import Options
 from titanlite.tools.torchtitan.stand_ins import attribute_of, require_torchtitan, standing_in
 
-SECTIONS = {
-    "training": "training",
-    "parallelism": "parallelism",
-    "lr_scheduler": "lr_scheduler",
-    "checkpoint": "checkpoint",
-    "compile": "compile",
-    "comm": "comm",
-    "debug": "debug",
-    "metrics": "metrics",
-    "profiling": "profiler",
-    "validation": "validator",
-}
-"""A section of a job -> where TorchTitan has its keys; most have kept their names since 0.2."""
+SECTIONS = (
+    *("training", "parallelism", "lr_scheduler", "checkpoint", "compile", "comm"),
+    *("debug", "metrics", "profiler", "validator"),
+)
 
 Place = tuple[str, str]
 Keys = dict[Place, Any]
@@ -58,8 +49,8 @@ def _keys(config: Any, lacking: Lacking) -> Iterator[tuple[Place, Any]]:
     """All keys of a configuration, in titanlite's sections."""
     spec = attribute_of(config, "model_spec")
     yield from _model(spec, lacking)
-    for section, place in SECTIONS.items():
-        part = attribute_of(config, place)
+    for section in SECTIONS:
+        part = attribute_of(config, section)
         for field in fields(part):
             value = getattr(part, field.name)
             if isinstance(value, str | int | float | bool | list | None):

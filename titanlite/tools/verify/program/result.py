@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.verify.report import format_result
 from titanlite.tools.verify.result import Result
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
