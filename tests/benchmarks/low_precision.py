@@ -6,9 +6,9 @@
 Each case is run once. Its differences are then compared with a fixed tolerance: that of
 torch.testing.assert_close in bfloat16, or 0.1; with ten times the rounding error of the reference,
 the default of verify; and with the sensitivity of the reference. Of the recorded bugs, of the
-mutants and of the plans of `verify --matrix` on four ranks every N-th is taken. What is found
-whatever the tolerance is counted apart: a start or replicas that differ, a run that fails, a batch
-in parts that differs in float64.
+mutants and of NUM_PLANS plans of `verify --matrix`, on four ranks and then on eight, every N-th is
+taken. What is found whatever the tolerance is counted apart: a start or replicas that differ, a run
+that fails, a batch in parts that differs in float64.
 """
 
 import argparse
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 FIXED, LARGER = 1.6e-2, 0.1
 TOLERANCES = ("fixed", "rounding", "sensitivity")
 SECONDS = 400
+NUM_PLANS = 30
 
 
 def worst_of(verifier: Any, config: Any, steps: int, patch: Any = None) -> dict[str, float]:
@@ -93,9 +94,8 @@ def plans() -> Iterator[tuple[str, Any]]:
     from titanlite.tools.verify.verify import Verifier
 
     with Verifier(threads=True) as verifier:
-        for choice in plans_of(4):
-            if choice.get("float8", "off") not in ("off", "-"):
-                continue
+        every = [*plans_of(4), *plans_of(8)]
+        for choice in [c for c in every if c.get("float8", "off") in ("off", "-")][:NUM_PLANS]:
             config = job_of(choice)
             name = ", ".join(f"{k} {v}" for k, v in choice.items() if v not in (1, "-", "off"))
             yield name, lambda c=config: worst_of(verifier, c, 2)
