@@ -41,6 +41,25 @@ class HeldPart:
         like = like if isinstance(like, DTensor) else self.parameter
         return same_part(self.cut(whole), like)
 
+    def part_of_state(self, whole: Tensor, own: Tensor) -> Tensor:
+        """The part of an entry of the optimizer's state that `own` should equal.
+
+        An entry may be shaped as the parameter or, as Adafactor's means are, as some of its
+        dimensions, which are cut as the parameter's are.
+        """
+        if whole.ndim > 0 and whole.shape == self.shape:
+            return self.part_of(whole)
+        if isinstance(own, DTensor) or whole.ndim != own.ndim:
+            return same_part(whole, own)
+        held = local_part(self.parameter).shape
+        for place, sizes in enumerate(zip(whole.shape, own.shape, strict=True)):
+            dims = [d for d, both in enumerate(zip(self.shape, held, strict=True)) if both == sizes]
+            if sizes[0] != sizes[1] and dims:
+                numbers = torch.arange(sizes[0]).view([-1, *[1] * (len(held) - dims[0] - 1)])
+                kept = self.part_of(numbers.expand(self.shape).contiguous())
+                whole = whole.index_select(place, kept.movedim(dims[0], 0).flatten(1)[:, 0])
+        return whole
+
     @functools.cached_property
     def place(self) -> str:
         """A digest of the elements that this rank holds: equal for replicas."""
@@ -145,8 +164,7 @@ class Subject:
         for entry, tensor in own.items():
             whole, one = known.get(entry), self.held[entry.rpartition(".")[0]]
             if whole is not None:
-                is_alike = whole.ndim > 0 and whole.shape == one.shape
-                part = one.part_of(whole) if is_alike else same_part(whole, tensor)
+                part = one.part_of_state(whole, tensor)
                 found[entry] = agreement(_own(tensor), part, whole)
             elif self.is_job:
                 found[entry] = MISSING
