@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 
 from titanlite.tools.verify.record import (
     LEFT,
@@ -82,11 +83,14 @@ def describe_parts(
     weights: Shares,
     parts: Sequence[str],
     numbers: Mapping[str, Shares] | None = None,
+    *,
+    of_loss: bool = False,
 ) -> str:
     """What is wrong with the coefficients of the named parts of the batch; "" for nothing.
 
     `weights` are the parts' shares of the whole mean, `numbers` the numbers of elements of each
-    part in the tensors of the batch.
+    part in the tensors of the batch. `of_loss`: the loss is wrong, too; then a coefficient that no
+    count explains is that of a loss with other values.
     """
     if all(is_near(share, shares[0], NEAR) for share in shares):
         # The same factor for every part is explain_gradients' subject.
@@ -121,8 +125,15 @@ def describe_parts(
             if abs(share) >= NEAR
         ]
         return f"the part of {listed(missing)} is missing, and the others count {listed(shown, 4)}"
+    if of_loss and not all(_is_simple(share) for share in shares):
+        return ""
     odd = [f"{share:.4g} times ({who})" for share, who in zip(shares, parts, strict=True)]
     return f"the parts count {listed(odd, 4)}"
+
+
+def _is_simple(number: float) -> bool:
+    """Whether a number is a fraction of small integers, as counts are."""
+    return is_near(number, float(Fraction(number).limit_denominator(16)), NEAR)
 
 
 def _follow(counts: Shares, numbers: Mapping[str, Shares] | None) -> str:

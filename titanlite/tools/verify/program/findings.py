@@ -242,7 +242,9 @@ def explain_parts(e: PartEvidence) -> Iterator[str]:
         e.runs,
         wrong,
         e.shares,
-        lambda shares: describe_parts(shares, e.weights, names, e.counts),
+        lambda shares: describe_parts(
+            shares, e.weights, names, e.counts, of_loss=bool(e.failed("loss"))
+        ),
         f"over {kind}",
     )
 
