@@ -418,6 +418,8 @@ class Update(NamedTuple):
     """The error of the new weight beside the weight before the step."""
     num_kept: int
     """The number of wrong elements, if the step has changed none of them."""
+    num_zero: int = 0
+    """The number of wrong elements, if all of them are zero on one process."""
 
 
 @dataclass

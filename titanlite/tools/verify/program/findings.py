@@ -104,6 +104,13 @@ class PartEvidence(Evidence):
                 f"The step leaves {number} elements as they were, and all others agree: no rank "
                 "updates these. Look at how the parameters are divided among the ranks"
             )
+        if all(one.num_zero for one in wrong):
+            number = max(sum(one.num_zero for one in own.values()) for own in self.updates.values())
+            return (
+                f"{number} elements differ, which are zero on one process, and all others agree: "
+                "what sets them to zero after the step, as pruning does, is without effect on the "
+                "ranks"
+            )
         factor, left = pooled([one.decay for one in wrong])
         if left < EXPLAINED and factor:
             return (

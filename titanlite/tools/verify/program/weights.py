@@ -56,14 +56,15 @@ def save_update(path: Path, held: HeldParts, wrong: Sequence[str], folder: str, 
         num_elements += one.shape.numel()
         if num_elements > MOST_ELEMENTS:
             break
-        if gradient is not None:
-            own = local_part(one.parameter.detach()), dense(local_part(gradient.detach()))
-            parts[name] = (
-                one.part_of(before[name]).clone(),
-                one.part_of(after[name]).clone(),
-                *(tensor.cpu().clone() for tensor in own),
-                torch.tensor(own[0].numel() < one.shape.numel()),
-            )
+        # Where FSDP1 gathers parameters, it does not gather gradients.
+        gradient = torch.empty(0) if gradient is None else dense(local_part(gradient.detach()))
+        own = local_part(one.parameter.detach()), gradient
+        parts[name] = (
+            one.part_of(before[name]).clone(),
+            one.part_of(after[name]).clone(),
+            *(tensor.cpu().clone() for tensor in own),
+            torch.tensor(own[0].numel() < one.shape.numel()),
+        )
     torch.save(parts, path)
     return str(path)
 
@@ -93,9 +94,11 @@ def _judge(
     for name, (before, known, own, _, is_shard) in parts.items():
         if own.shape == before.shape:
             fit = agreement(own - before, known - before, known - before)
-            is_alone = bool(is_shard) and name in alone
+            is_alone = bool(is_shard) and name in alone and alone[name].grad is not None
             is_alone = is_alone and agreement(own, alone[name].detach(), known).difference < WRONG
             is_wrong = (own - known).abs() > WRONG * known.abs().max()
             num_kept = 0 if (own - before)[is_wrong].any() else int(is_wrong.sum())
-            found[name] = Update(fit, is_alone, agreement(own - known, before, before), num_kept)
+            num_zero = 0 if known[is_wrong].any() else int(is_wrong.sum())
+            decay = agreement(own - known, before, before)
+            found[name] = Update(fit, is_alone, decay, num_kept, num_zero)
     return found
