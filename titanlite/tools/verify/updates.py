@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from titanlite.tools.verify.dataflow import first_difference, outputs_agree, outputs_differ
 from titanlite.tools.verify.evidence import (
@@ -182,15 +182,29 @@ def explain_buffers(e: Evidence) -> Iterator[str]:
         if apart
         else "all ranks hold the same wrong values"
     )
+    what = (
+        "What a buffer keeps of the batch must reach all ranks that read it: reduce statistics, "
+        "gather rows, in the order of the batch"
+        if apart
+        else "Look at how often a step updates them, and from what"
+    )
     yield (
         f"buffers differ from those of one process after step {e.step}: {listed(wrong, 3)}; {how}. "
-        + (
-            "What a buffer keeps of the batch must reach all ranks that read it: reduce "
-            "statistics, gather rows, in the order of the batch"
-            if apart
-            else "Look at how often a step updates them, and from what"
-        )
+        f"{_counted_again(e, wrong) or what}"
     )
+
+
+def _counted_again(e: Evidence, wrong: Sequence[str]) -> str:
+    """Buffers that count steps, and are a multiple of those on one process; "" if none is."""
+    for name in wrong:
+        of_ranks = [run.steps[e.step].buffers.get(name) for run in e.runs]
+        factor, left = pooled([one for one in of_ranks if one is not None])
+        if left < EXPLAINED and factor > 1.5 and is_near(factor, round(factor)):
+            return (
+                f"{name} is {factor:.0f} times that on one process: what updates it runs "
+                f"{factor:.0f} times in a step, as in a forward pass that is recomputed"
+            )
+    return ""
 
 
 def explain_validation(e: Evidence) -> Iterator[str]:
