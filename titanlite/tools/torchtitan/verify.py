@@ -9,10 +9,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from titanlite.tools.torchtitan import trainer
-from titanlite.tools.torchtitan.job import Plan, TitanJob
+from titanlite.tools.torchtitan.job import Plan, TitanJob, kernels_of
 from titanlite.tools.torchtitan.stand_ins import (
     STAND_INS,
-    attribute_of,
     require_torchtitan,
     standing_in,
 )
@@ -94,13 +93,4 @@ def stand_ins(plan: Plan, job: TitanJob, options: Options) -> Iterator[str]:
         yield "sums"
     if job.dtype == "float64":
         yield "numbers"
-    from torchtitan.models.common import attention, moe
-
-    for owner, name in (
-        (attention, "FlexAttention"),
-        (attention, "VarlenAttention"),
-        (moe, "GroupedExperts"),
-    ):
-        config: Any = attribute_of(owner, name).Config
-        if any(plan.config.model_spec.model.traverse(config)):
-            yield name
+    yield from kernels_of(plan)
