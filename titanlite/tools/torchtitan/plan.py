@@ -27,12 +27,12 @@ from titanlite.tools.planner.composition import representatives
 from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.events import Trace
 from titanlite.tools.planner.fake_world import fake_world, stand_ins
+from titanlite.tools.planner.fsdp_streams import on_streams
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.planning import WHOLE, JobPlan, RankPlan, find_warnings
 from titanlite.tools.planner.predict import Prediction
 from titanlite.tools.planner.recorder import StepRecorder
 from titanlite.tools.planner.scratch import CUDA, num_bytes
-from titanlite.tools.planner.fsdp_streams import on_streams
 from titanlite.tools.planner.timing import step_time, time_events
 from titanlite.tools.planner.trace import frozen_objects, record_step
 from titanlite.tools.torchtitan.job import OWN_DTYPE, Plan, TitanJob, kernels_of
@@ -67,9 +67,7 @@ class Traced:
     flops_per_token: float
 
 
-def plan_job(
-    options: Options, hardware: Hardware | None
-) -> tuple[JobPlan, list[tuple[str, str]]]:
+def plan_job(options: Options, hardware: Hardware | None) -> tuple[JobPlan, list[tuple[str, str]]]:
     """The plan of a job, and lines about what was planned. Raises ConfigError for bad input."""
     require_torchtitan()
     with standing_in():
@@ -142,12 +140,14 @@ def _record(trainer: Any, mode: FakeTensorMode, rank: int, dims: ParallelDims) -
     # The first step logs in any case.
     trainer.step = 2
     with mode, recorder.watching(parts):
-        trainer.train_step(_zeros(trainer))
+        trainer.train_step(zeros(trainer))
+        # Its next step would begin so.
+        trainer.optimizers.zero_grad(set_to_none=True)
     trace = Trace(rank, dims.coordinates(rank), recorder.events)
     state = ChainMap(*(one.state for one in trainer.optimizers.optimizers))
 
     def run(on_gradients: Callable[[], None]) -> None:
-        batches = list(_zeros(trainer))
+        batches = list(zeros(trainer))
         recorder.note(one for inputs, labels in batches for one in (*inputs.values(), labels))
         with clipping_after(on_gradients):
             trainer.train_step(iter(batches))
@@ -157,7 +157,7 @@ def _record(trainer: Any, mode: FakeTensorMode, rank: int, dims: ParallelDims) -
     return Traced(trace, float(attribute_of(processor, "num_flops_per_token")))
 
 
-def _zeros(trainer: Any) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+def zeros(trainer: Any) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
     """The microbatches of a rank's step: tokens, positions and labels."""
     training = trainer.config.training
     passes = attribute_of(trainer, "num_pipeline_parallel_microbatches")
@@ -168,7 +168,7 @@ def _zeros(trainer: Any) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
 
 
 def _axes(dims: ParallelDims, rank: int) -> dict[str | tuple[int, ...], tuple[str, ...]]:
-    """The ranks of each group that this rank can be in -> its axis; a group of one rank has none."""
+    """The ranks of each group of this rank -> its axis; a group of one rank has none."""
     groups = {name: axes_of(name) for name in mesh_dims() if axes_of(name)[0] in dims.degrees}
     groups["batch"] = axes_where(batch="samples")
     groups["loss"] = (*groups["batch"], *axes_where(batch="tokens"))

@@ -224,9 +224,9 @@ def _block_mask(mask_mod: Any, b: int, _: Any, queries: int, keys: int, **kwargs
     size = kwargs.get("BLOCK_SIZE", 128)
     rows, columns = (size, size) if isinstance(size, int) else size
     shape = b, 1, -(-queries // rows), -(-keys // columns)
-    numbers = [torch.zeros(one, dtype=torch.int32) for one in (shape[:3], shape)]
+    counts, indices = (torch.zeros(one, dtype=torch.int32) for one in (shape[:3], shape))
     return BlockMask.from_kv_blocks(
-        *numbers, *numbers, size, mask_mod, seq_lengths=(queries, keys)
+        counts, indices, counts, indices, size, mask_mod, seq_lengths=(queries, keys)
     )
 
 

@@ -6,15 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite.tools.torchtitan import trainer
 from titanlite.tools.torchtitan.job import Plan, TitanJob, kernels_of
-from titanlite.tools.torchtitan.stand_ins import (
-    STAND_INS,
-    require_torchtitan,
-    standing_in,
-)
+from titanlite.tools.torchtitan.stand_ins import STAND_INS, require_torchtitan, standing_in
 from titanlite.tools.verify.program.comparison import Comparer
 from titanlite.tools.verify.program.result import Comparison
 
