@@ -177,9 +177,9 @@ def real_step(place: Place, job: TitanJob) -> Counter[tuple[str, tuple[int, ...]
 @pytest.mark.parametrize(
     ("tp", "fsdp"),
     [
-        pytest.param(2, 2, id="tp 2 x fsdp 2"),
+        pytest.param(2, 2, id="tp 2 x fsdp 2", marks=pytest.mark.slow),
         pytest.param(2, 1, id="tp 2", marks=pytest.mark.slow),
-        pytest.param(1, 2, id="fsdp 2", marks=pytest.mark.slow),
+        pytest.param(1, 2, id="fsdp 2"),
     ],
 )
 def test_a_planned_step_is_that_of_real_ranks(tp: int, fsdp: int) -> None:
@@ -188,7 +188,7 @@ def test_a_planned_step_is_that_of_real_ranks(tp: int, fsdp: int) -> None:
     keys = {"tensor_parallel": tp, "data_parallel_shard": fsdp}
     options = [f"--parallelism.{key}_degree={value}" for key, value in keys.items()]
     options += ["--training.seq_len=64", "--training.local_batch_size=2"]
-    job = TitanJob("llama3_debugmodel", tuple(options), OWN_DTYPE, is_full=True)
+    job = TitanJob("llama3_debugmodel", tuple(options), OWN_DTYPE)
     with standing_in():
         trace = trace_rank(job, None, 0).trace
         found = spawn(real_step, tp * fsdp, job, threads=True)[0]
@@ -198,13 +198,13 @@ def test_a_planned_step_is_that_of_real_ranks(tp: int, fsdp: int) -> None:
         for one in trace.communications
         if one.num_ranks > 1
     )
-    # A vocabulary of 2,048, six blocks of width 256 and 768; tensor parallelism shards no norm.
-    weights, norms = 2 * 2048 * 256 + 6 * (4 * 256**2 + 3 * 256 * 768), 13 * 256
+    # A vocabulary of 2,048, two blocks of width 256 and 768; tensor parallelism shards no norm.
+    weights, norms = 2 * 2048 * 256 + 2 * (4 * 256**2 + 3 * 256 * 768), 5 * 256
     local = 4 * (weights // tp + norms) // fsdp
-    rope = 6 * 64 * 16 * 4
+    rope = 2 * 64 * 16 * 4
     assert trace.held["parameters"] == local + rope
     # And a number of steps for each of seven weights a block and three others.
-    assert trace.held["optimizer state"] == 2 * local + 4 * (6 * 7 + 3)
+    assert trace.held["optimizer state"] == 2 * local + 4 * (2 * 7 + 3)
     made = [one for one in trace.events if isinstance(one, Allocation) and one.num_bytes]
     of = trace.category_of
     assert sum(one.num_bytes for one in made if of[one.block] == "gradients") == local

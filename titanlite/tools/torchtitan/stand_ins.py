@@ -214,8 +214,10 @@ def without_values(mode: Any, seq_len: int, stage: Callable[..., Any]) -> Iterat
         ):
             exits.enter_context(_replaced(owner, name, value))
         exits.enter_context(patch.object(torch.nn.Module, "to_empty", faked))
-        # What a GPU has; a CPU computes it by operators that keep more.
+        # Kernels that a GPU has; a CPU computes them by operators that keep more.
         exits.enter_context(patch.object(torch.nn.functional, "rms_norm", _fused_norm))
+        sdpa = "scaled_dot_product_attention"
+        exits.enter_context(patch.object(torch.nn.functional, sdpa, _attention))
         yield
 
 
@@ -228,6 +230,10 @@ def _block_mask(mask_mod: Any, b: int, _: Any, queries: int, keys: int, **kwargs
     return BlockMask.from_kv_blocks(
         counts, indices, counts, indices, size, mask_mod, seq_lengths=(queries, keys)
     )
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+    return causal_attention(q, k, v)[0]
 
 
 def _fused_norm(
