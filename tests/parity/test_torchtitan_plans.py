@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import sys
@@ -208,6 +209,36 @@ def test_a_planned_step_is_that_of_real_ranks(tp: int, fsdp: int) -> None:
     made = [one for one in trace.events if isinstance(one, Allocation) and one.num_bytes]
     of = trace.category_of
     assert sum(one.num_bytes for one in made if of[one.block] == "gradients") == local
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "torchtitan:llama3_debugmodel", "--ranks=64", "--hardware=h100"]
+    assert main([*command, f"--json={tmp_path / 'plan.json'}", TP2]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "dp_shard 32 x tp 2, 64 ranks" in out
+    assert "FlexAttention: a causal flash kernel" in out
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["time"]["seconds"] > 0
+    assert found["ranks"][0]["peak"]["bytes"] == found["peak_bytes"] > 0
+
+
+@needs_torchtitan
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("--parallelism.expert_parallel_degree=2", "where tokens go depends on values"),
+        ("--training.enable_cpu_offload", "turn it off"),
+    ],
+)
+def test_what_is_not_planned_is_said(
+    key: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "torchtitan:qwen3_moe_debug", key, "--training.disable_cuda_graphs"]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("version", [None, "0.2.2"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -45,6 +44,7 @@ from titanlite.tools.torchtitan.stand_ins import (
     standing_in,
     without_values,
 )
+from titanlite.tools.torchtitan.trainer import state_of
 
 # Flex attention's backward pass keeps a number for each query; FLASH of kernels.py stands for it.
 SCRATCH = replace(
@@ -144,7 +144,6 @@ def _record(trainer: Any, mode: FakeTensorMode, rank: int, dims: ParallelDims) -
         # Its next step would begin so.
         trainer.optimizers.zero_grad(set_to_none=True)
     trace = Trace(rank, dims.coordinates(rank), recorder.events)
-    state = ChainMap(*(one.state for one in trainer.optimizers.optimizers))
 
     def run(on_gradients: Callable[[], None]) -> None:
         batches = list(zeros(trainer))
@@ -152,7 +151,7 @@ def _record(trainer: Any, mode: FakeTensorMode, rank: int, dims: ParallelDims) -
         with clipping_after(on_gradients):
             trainer.train_step(iter(batches))
 
-    record_step(trace, recorder, mode, parts, parameters, state, run)
+    record_step(trace, recorder, mode, parts, parameters, state_of(trainer.optimizers), run)
     processor = trainer.metrics_processor
     return Traced(trace, float(attribute_of(processor, "num_flops_per_token")))
 

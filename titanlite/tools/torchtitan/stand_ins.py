@@ -73,15 +73,15 @@ PLANNED = {
     "compile": (
         "eager blocks; the time is that of operators fused by rule, the memory is not a compiler's"
     ),
-    "FlexAttention": (
-        "a causal flash kernel; hides the block mask, which skips what other documents have, and "
-        "counts values that are narrower than keys as wide as these"
+    **dict.fromkeys(
+        ("FlexAttention", "VarlenAttention"),
+        "a causal flash kernel over whole rows; values narrower than keys are counted as wide",
     ),
+    "GroupedExperts": "torch._grouped_mm, as if all experts had equally many tokens",
     "backend": STAND_INS["backend"],
     "pipeline": "no time, since ranks of a pipeline are traced one by one",
 }
 """The same for a job that is planned."""
-PLANNED["VarlenAttention"] = PLANNED["FlexAttention"]
 
 DEVICE = SimpleNamespace(
     set_device=lambda device: None,
@@ -214,10 +214,8 @@ def without_values(mode: Any, seq_len: int, stage: Callable[..., Any]) -> Iterat
         ):
             exits.enter_context(_replaced(owner, name, value))
         exits.enter_context(patch.object(torch.nn.Module, "to_empty", faked))
-        # Kernels that a GPU has; a CPU computes them by operators that keep more.
+        # What a GPU has; a CPU computes it by operators that keep more.
         exits.enter_context(patch.object(torch.nn.functional, "rms_norm", _fused_norm))
-        sdpa = "scaled_dot_product_attention"
-        exits.enter_context(patch.object(torch.nn.functional, sdpa, _attention))
         yield
 
 
@@ -230,10 +228,6 @@ def _block_mask(mask_mod: Any, b: int, _: Any, queries: int, keys: int, **kwargs
     return BlockMask.from_kv_blocks(
         counts, indices, counts, indices, size, mask_mod, seq_lengths=(queries, keys)
     )
-
-
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-    return causal_attention(q, k, v)[0]
 
 
 def _fused_norm(
