@@ -79,6 +79,7 @@ COMMANDS = {
         "titanlite.tools.planner.command",
         "show what a step takes on any number of ranks, before it runs",
         "titanlite plan configs/plan/llama_405b.toml",
+        of_torchtitan="plan",
     ),
     "simulate": Command(
         "titanlite.tools.simulate.command",

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import metadata
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from titanlite.cli import main
 from titanlite.config import JobConfig
+from titanlite.ranks.launch import Place, spawn
+from titanlite.ranks.report import Call
+from titanlite.ranks.settings import ignore_warnings
+from titanlite.ranks.threads import thread_world
+from titanlite.ranks.world import open_world
+from titanlite.tools.planner.events import Allocation
+from titanlite.tools.torchtitan.job import OWN_DTYPE, TitanJob
 from titanlite.tools.torchtitan.stand_ins import MovedError, standing_in
 
 try:
@@ -122,6 +136,109 @@ def test_a_configuration_as_toml(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert '# spmd_backend = "spmd_types": titanlite lacks it' in text
     job = JobConfig.from_dict(tomllib.loads(text.replace('dataset = "c4"', 'dataset = "pydoc"')))
     assert (job.parallelism.tensor_parallel_degree, job.training.seq_len) == (2, 8192)
+
+
+class Counted:
+    """How often each collective of rank 0 is called, by its ranks and the bytes of its tensors."""
+
+    def __init__(self) -> None:
+        self.found: Counter[tuple[str, tuple[int, ...], int]] = Counter()
+
+    def collective(
+        self, rank: int, call: Call, ranks: tuple[int, ...], given: Sequence[Any], results: Any
+    ) -> int:
+        if rank == 0 and len(ranks) > 1:
+            size = max(sum(tensor.nbytes for tensor in some) for some in (given, results))
+            self.found[call.operation, ranks, size] += 1
+        return 0
+
+    waits: Callable[..., Any] = staticmethod(nullcontext)
+
+
+def real_step(place: Place, job: TitanJob) -> Counter[tuple[str, tuple[int, ...], int]]:
+    """The collectives of rank 0 in its second step, with values."""
+    from titanlite.tools.torchtitan.plan import zeros
+
+    with open_world(place):
+        config = job.plan().config
+        config.metrics.log_freq = sys.maxsize
+        ignore_warnings()
+        trainer = config.build()
+        trainer.step = 2
+        trainer.train_step(zeros(trainer))
+        exchange: Any = thread_world().exchange
+        dist.barrier()
+        exchange.listener = exchange.listener or Counted()
+        trainer.train_step(zeros(trainer))
+        found: Counter[tuple[str, tuple[int, ...], int]] = exchange.listener.found
+        return found
+
+
+@needs_torchtitan
+@pytest.mark.parametrize(
+    ("tp", "fsdp"),
+    [
+        pytest.param(2, 2, id="tp 2 x fsdp 2", marks=pytest.mark.slow),
+        pytest.param(2, 1, id="tp 2", marks=pytest.mark.slow),
+        pytest.param(1, 2, id="fsdp 2"),
+    ],
+)
+def test_a_planned_step_is_that_of_real_ranks(tp: int, fsdp: int) -> None:
+    from titanlite.tools.torchtitan.plan import trace_rank
+
+    keys = {"tensor_parallel": tp, "data_parallel_shard": fsdp}
+    options = [f"--parallelism.{key}_degree={value}" for key, value in keys.items()]
+    options += ["--training.seq_len=64", "--training.local_batch_size=2"]
+    job = TitanJob("llama3_debugmodel", tuple(options), OWN_DTYPE)
+    with standing_in():
+        trace = trace_rank(job, None, 0).trace
+        found = spawn(real_step, tp * fsdp, job, threads=True)[0]
+    ranks_of = {"tp": (0, 1), "dp_shard": (0, tp), "world": (0, 1)}
+    assert found == Counter(
+        (one.kind, ranks_of[one.axis], one.num_bytes)
+        for one in trace.communications
+        if one.num_ranks > 1
+    )
+    # A vocabulary of 2,048, two blocks of width 256 and 768; tensor parallelism shards no norm.
+    weights, norms = 2 * 2048 * 256 + 2 * (4 * 256**2 + 3 * 256 * 768), 5 * 256
+    local = 4 * (weights // tp + norms) // fsdp
+    rope = 2 * 64 * 16 * 4
+    assert trace.held["parameters"] == local + rope
+    # And a number of steps for each of seven weights a block and three others.
+    assert trace.held["optimizer state"] == 2 * local + 4 * (2 * 7 + 3)
+    made = [one for one in trace.events if isinstance(one, Allocation) and one.num_bytes]
+    of = trace.category_of
+    assert sum(one.num_bytes for one in made if of[one.block] == "gradients") == local
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "torchtitan:llama3_debugmodel", "--ranks=64", "--hardware=h100"]
+    assert main([*command, f"--json={tmp_path / 'plan.json'}", TP2]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "dp_shard 32 x tp 2, 64 ranks" in out
+    assert "FlexAttention: a causal flash kernel" in out
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["time"]["seconds"] > 0
+    assert found["ranks"][0]["peak"]["bytes"] == found["peak_bytes"] > 0
+
+
+@needs_torchtitan
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("--parallelism.expert_parallel_degree=2", "where tokens go depends on values"),
+        ("--training.enable_cpu_offload", "turn it off"),
+    ],
+)
+def test_what_is_not_planned_is_said(
+    key: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "torchtitan:qwen3_moe_debug", key, "--training.disable_cuda_graphs"]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("version", [None, "0.2.2"])

@@ -65,8 +65,8 @@ TOOLS: dict[str, tuple[str, ...]] = {
     # Each topic is simulated, measured by the lab, and planned.
     "learn": ("lab", "planner", "simulate", "figures"),
     "verify": (),
-    # A job of TorchTitan is verified as any parallel code.
-    "torchtitan": ("verify", "debug"),
+    # A job of TorchTitan is verified as any parallel code, and traced in the planner's fake world.
+    "torchtitan": ("verify", "debug", "planner"),
 }
 """Each tool, and the tools that it may import."""
 

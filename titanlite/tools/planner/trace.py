@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titanlite.config import ResolvedJob
@@ -152,48 +152,64 @@ def _make_optimizer_state(job: Job) -> None:
 
 
 def _record_step(job: Job, recorder: StepRecorder, mode: FakeTensorMode) -> Trace:
+    def run(on_gradients: Callable[[], None]) -> None:
+        batches = [faked(batch, mode) for batch in job.draw()]
+        recorder.note(field for batch in batches for field in batch.fields.values())
+        job.trainer.step(batches, on_gradients=on_gradients)
+
+    rank, state = job.world.rank, job.trainer.optimizer.state
+    trace = Trace(rank, job.dims.coordinates(rank), recorder.events)
+    trace.applied = tuple(job.applied)
+    record_step(trace, recorder, mode, job.trainer.parts, [*job.parameters.values()], state, run)
+    return trace
+
+
+def record_step(
+    trace: Trace,
+    recorder: StepRecorder,
+    mode: FakeTensorMode,
+    parts: list[nn.Module],
+    of_parts: list[nn.Parameter],
+    state: Mapping[Any, Mapping[str, Any]],
+    run: Callable[[Callable[[], None]], None],
+) -> None:
+    """Record a step of `parts` in `trace`, whose events are the recorder's.
+
+    `run` runs it, and calls its argument when the gradients are complete.
+    """
     gc.collect()
     recorder.events.clear()
-    trace = Trace(job.world.rank, job.dims.coordinates(job.world.rank), recorder.events)
-    trace.applied = tuple(job.applied)
-    parameters = _local(job.parameters.values())
-    states = [
-        value
-        for state in job.trainer.optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-    of_parts = [*parameters, *(buffer for part in job.parts for buffer in part.buffers())]
-    known = recorder.blocks_of([*of_parts, *_local(states)])
+    parameters = _local(of_parts)
+    values = [value for one in state.values() for value in one.values()]
+    states = _local(value for value in values if isinstance(value, Tensor))
+    held = [*parameters, *(buffer for part in parts for buffer in part.buffers())]
+    known = recorder.blocks_of([*held, *states])
     if isinstance(recorder, OffloadRecorder):
-        recorder.start([*parameters, *_local(states)])
+        recorder.start([*parameters, *states])
         trace.on_host = recorder.on_host
         trace.held_on_host = {
             "parameters": _num_bytes(parameters),
-            "optimizer state": _num_bytes(_local(states)),
+            "optimizer state": _num_bytes(states),
         }
     # What else is there: parameters that stay gathered, buffers of DDP and of pipeline stages.
     trace.sizes = {b: size for b, size in recorder.sizes.items() if size and b not in known}
     recorder.buffers.update(trace.sizes.keys() - recorder.gathered)
     trace.held = {
-        "parameters": _num_bytes(of_parts) - trace.held_on_host.get("parameters", 0),
-        "optimizer state": 0 if trace.on_host else _num_bytes(_local(states)),
+        "parameters": _num_bytes(held) - trace.held_on_host.get("parameters", 0),
+        "optimizer state": 0 if trace.on_host else _num_bytes(states),
         "gathered parameters": sum(trace.sizes.get(b, 0) for b in recorder.gathered),
         "communication buffers": sum(trace.sizes.get(b, 0) for b in recorder.buffers),
     }
     gradients: set[int] = set()
 
     def on_gradients() -> None:
-        present = [p.grad for p in job.parameters.values() if p.grad is not None]
+        present = [p.grad for p in of_parts if p.grad is not None]
         gradients.update(recorder.blocks_of(_local(present)))
         recorder.phase = "optimizer"
 
     recorder.phase = "forward"
-    with mode, recorder.watching(job.trainer.parts):
-        batches = [faked(batch, mode) for batch in job.draw()]
-        recorder.note(field for batch in batches for field in batch.fields.values())
-        job.trainer.step(batches, on_gradients=on_gradients)
-        del batches
+    with mode, recorder.watching(parts):
+        run(on_gradients)
     recorder.phase = "other"
     found = {
         "gradients": gradients,
@@ -204,7 +220,6 @@ def _record_step(job: Job, recorder: StepRecorder, mode: FakeTensorMode) -> Trac
     for block in recorder.sizes:
         names = (name for name, blocks in found.items() if block in blocks)
         trace.category_of[block] = next(names, "temporary")
-    return trace
 
 
 def _kept_for_backward(trace: Trace) -> set[int]:

@@ -1,12 +1,15 @@
-"""`titanlite verify torchtitan:NAME`: does TorchTitan's plan compute what one rank computes?"""
+"""The commands for jobs of TorchTitan, and what they print: verify, debug, plan, import."""
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 from collections.abc import Sequence
 
-from titanlite.tools.torchtitan.options import PREFIX, parse
+from titanlite.observe.terminal import terminal_width, uses_color
+from titanlite.tools.options import write
+from titanlite.tools.torchtitan.options import OF_DEBUG, OF_PLAN, PREFIX, parse
 from titanlite.tools.verify.command import require_files, write_files
 
 HELP = """usage: titanlite verify torchtitan:NAME [options] [--section.key=value ...]
@@ -72,10 +75,44 @@ def debug(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         print(DEBUG_HELP)
         return 0
-    options = parse(arguments, is_debug=True)
+    options = parse(arguments, OF_DEBUG)
     from titanlite.tools.torchtitan.debug import debug_job
 
     return debug_job(options)
+
+
+PLAN_HELP = """usage: titanlite plan torchtitan:NAME [options] [--section.key=value ...]
+
+Show what a step of a job of TorchTitan 0.3 takes on each rank: memory, what it sends, operations
+and time. One rank of each pipeline stage is traced in this process, with TorchTitan's own code and
+tensors without values. The job keeps its size.
+
+  --ranks N           ranks in all, for a shard degree of -1 (default: as few as the rest allows)
+  --hardware NAME     also give the time: a device that `titanlite plan --help` names, or a file
+  --json FILE         write all figures to a file
+
+exit status: 0 planned, 2 bad input; see docs/torchtitan.md"""
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status. Raises ConfigError for bad input."""
+    if "--help" in arguments or "-h" in arguments:
+        print(PLAN_HELP)
+        return 0
+    options = parse(arguments, OF_PLAN, ())
+    require_files(options.json, "")
+    from titanlite.tools.planner.hardware import load_hardware
+    from titanlite.tools.planner.report import figures, show
+
+    hardware = load_hardware(options.hardware) if options.hardware else None
+    from titanlite.tools.torchtitan.plan import plan_job
+
+    found, lines = plan_job(options, hardware)
+    if options.json:
+        write(options.json, json.dumps(figures(found), indent=1))
+    print(_header(lines))
+    print(show(found, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
+    return 0
 
 
 IMPORT_HELP = """usage: titanlite import torchtitan:NAME [--section.key=value ...] > job.toml

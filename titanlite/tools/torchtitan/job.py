@@ -37,6 +37,8 @@ SEQ_LEN, LOCAL_BATCH = "training.seq_len", "training.local_batch_size"
 # Of the chunks that a FlexAttention's block mask has; a rank of cp has two of them.
 BLOCK = 128
 EVERY_IGNORED = 7
+OWN_DTYPE = "its own"
+"""In place of a dtype, for a job that keeps those of its configuration."""
 
 
 @dataclass
@@ -211,8 +213,9 @@ class TitanJob:
         """What both have in common."""
         training = config.training
         training.disable_cuda_graphs = True
-        training.dtype = self.dtype
-        training.mixed_precision_param = training.mixed_precision_reduce = self.dtype
+        if self.dtype != OWN_DTYPE:
+            training.dtype = self.dtype
+            training.mixed_precision_param = training.mixed_precision_reduce = self.dtype
         config.debug.deterministic = False
         config.debug.save_config_file = None
         config.metrics.log_freq = 1
@@ -243,6 +246,19 @@ class TitanJob:
             batch["positions"] = torch.where(place < begins, place, place - begins)
             found.append(batch)
         return found
+
+
+def kernels_of(plan: Plan) -> Iterator[str]:
+    """The names of the model's modules whose kernels have stand-ins."""
+    from torchtitan.models.common import attention, moe
+
+    for owner, name in (
+        (attention, "FlexAttention"),
+        (attention, "VarlenAttention"),
+        (moe, "GroupedExperts"),
+    ):
+        if any(plan.config.model_spec.model.traverse(attribute_of(owner, name).Config)):
+            yield name
 
 
 def _fewer_layers(model: Any, least: int) -> None:

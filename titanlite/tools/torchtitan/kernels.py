@@ -1,4 +1,7 @@
-"""Attention and grouped products without kernels: in full, for tensors on a CPU of any dtype."""
+"""Attention and grouped products without kernels: in full, for tensors on a CPU of any dtype.
+
+The last functions are for tensors without values (plan.py).
+"""
 
 from __future__ import annotations
 
@@ -90,3 +93,24 @@ def grouped_product(a: Tensor, b: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
         for start, end, matrix in zip([0, *ends], ends, b.unbind(), strict=False)
     ]
     return torch.cat([*parts, a.new_zeros(len(a) - ends[-1], b.size(-1))])
+
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Aux]:
+    """The shapes that a flash kernel returns and keeps, for heads before tokens."""
+    width = v.size(-1)
+    if width < q.size(-1):
+        # The operator has one width; the products of a narrower v are counted as of this one.
+        v = torch.nn.functional.pad(v, (0, q.size(-1) - width))
+    out, lse = FLASH(q, k, v, 0.0, True)
+    return out[..., :width], Aux(lse)
+
+
+def of_rows(seq_len: int, q: Tensor, k: Tensor, v: Tensor, *_: Any, **kwargs: Any) -> Any:
+    """The same as `varlen_attn` returns it, for rows of this length that are one document each."""
+    out, aux = causal_attention(*(t.unflatten(0, (-1, seq_len)).transpose(1, 2) for t in (q, k, v)))
+    lse = aux.lse.transpose(0, 1).flatten(1)
+    out = out.transpose(1, 2).flatten(0, 1)
+    return out if kwargs.get("return_aux") is None else (out, lse)

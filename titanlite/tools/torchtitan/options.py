@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titanlite.errors import ConfigError
@@ -27,6 +27,7 @@ class Options:
     json: str = ""
     junit: str = ""
     rank: int | None = None
+    hardware: str = ""
 
 
 VALUES: dict[str, Callable[[str, str], object]] = {
@@ -35,12 +36,17 @@ VALUES: dict[str, Callable[[str, str], object]] = {
     **{name: OF_VERIFY[name] for name in ("--dtype", "--tolerance", "--json", "--junit")},
 }
 FLAGS = ("--processes", "--full")
-OF_DEBUG = {"--rank": rank_number}
+OF_DEBUG = {**VALUES, "--rank": rank_number}
+OF_PLAN = {"--hardware": lambda _, text: text, **{n: VALUES[n] for n in ("--ranks", "--json")}}
 
 
-def parse(arguments: Sequence[str], *, is_debug: bool = False) -> Options:
+def parse(
+    arguments: Sequence[str],
+    values: Mapping[str, Callable[[str, str], object]] = VALUES,
+    flags: Sequence[str] = FLAGS,
+) -> Options:
     """Parse a command line; raises ConfigError for a wrong option of titanlite's."""
-    found, words = split_options(arguments, VALUES | (OF_DEBUG if is_debug else {}), FLAGS)
+    found, words = split_options(arguments, values, flags)
     options = Options(**found)
     for word in words:
         # split_options takes a word without dashes for the file of a job.

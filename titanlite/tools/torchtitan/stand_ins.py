@@ -24,11 +24,19 @@ from unittest.mock import patch
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.ranks.settings import ignore_warnings
-from titanlite.tools.torchtitan.kernels import flex_attention, grouped_product, varlen_attention
+from titanlite.tools.torchtitan.kernels import (
+    FLASH,
+    causal_attention,
+    flex_attention,
+    grouped_product,
+    of_rows,
+    varlen_attention,
+)
 
 INSTALL = 'give pip install "titanlite[torchtitan]"'
 NARROW = {torch.float32, torch.bfloat16, torch.float16}
@@ -56,6 +64,24 @@ STAND_INS = {
     "GroupedExperts": "a product for each expert in float64; hides torch._grouped_mm",
 }
 """What stands in for something, and how much it hides."""
+
+PLANNED = {
+    "device": "tensors without values and a fake process group; hides what the allocator wastes",
+    "data": "zeros, one document a row; hides the data loader, and the sums of a step that logs",
+    "weights": "none are drawn",
+    "graphs": "no CUDA graphs; they hide launches, and keep their memory",
+    "compile": (
+        "eager blocks; the time is that of operators fused by rule, the memory is not a compiler's"
+    ),
+    **dict.fromkeys(
+        ("FlexAttention", "VarlenAttention"),
+        "a causal flash kernel over whole rows; values narrower than keys are counted as wide",
+    ),
+    "GroupedExperts": "torch._grouped_mm, as if all experts had equally many tokens",
+    "backend": STAND_INS["backend"],
+    "pipeline": "no time, since ranks of a pipeline are traced one by one",
+}
+"""The same for a job that is planned."""
 
 DEVICE = SimpleNamespace(
     set_device=lambda device: None,
@@ -156,6 +182,60 @@ def _replaced(owner: Any, name: str, value: Any) -> contextlib.AbstractContextMa
     return patch.object(owner, name, value)
 
 
+@contextlib.contextmanager
+def without_values(mode: Any, seq_len: int, stage: Callable[..., Any]) -> Iterator[None]:
+    """Inside of `standing_in`, a Trainer is built of tensors of a FakeTensorMode.
+
+    A rank attends to `seq_len` tokens, and `stage` makes its stages of a pipeline.
+    """
+    attention, decoder = _module("models.common.attention"), _module("models.common.decoder")
+    recomputed, utils = _module("distributed.activation_checkpoint"), _module("tools.utils")
+    pipeline, model = _module("distributed.pipeline_parallel"), _module("protocols.model")
+    saved, to_empty = attribute_of(recomputed, "_get_default_save_ops"), torch.nn.Module.to_empty
+
+    def varlen_metadata(positions: torch.Tensor, **_: Any) -> Any:
+        ends = positions.new_zeros(len(positions) + 1, dtype=torch.int32)
+        return attention.VarlenMetadata(ends, ends, seq_len, seq_len)
+
+    def faked(module: torch.nn.Module, **kwargs: Any) -> Any:
+        with mode:
+            return to_empty(module, **kwargs)
+
+    with contextlib.ExitStack() as exits:
+        for owner, name, value in (
+            (utils, "get_local_device", lambda: torch.device("cpu")),
+            (model.BaseModel, "init_weights", lambda *_, **__: None),
+            (attention.FlexAttention, "_compiled_flex_attn", staticmethod(causal_attention)),
+            (attention, "_compiled_create_block_mask", _block_mask),
+            (attention, "varlen_attn", functools.partial(of_rows, seq_len)),
+            (decoder, "create_varlen_metadata_for_document", varlen_metadata),
+            (recomputed, "_get_default_save_ops", lambda: saved() | {FLASH.default}),
+            (pipeline, "PipelineStage", stage),
+        ):
+            exits.enter_context(_replaced(owner, name, value))
+        exits.enter_context(patch.object(torch.nn.Module, "to_empty", faked))
+        # What a GPU has; a CPU computes it by operators that keep more.
+        exits.enter_context(patch.object(torch.nn.functional, "rms_norm", _fused_norm))
+        yield
+
+
+def _block_mask(mask_mod: Any, b: int, _: Any, queries: int, keys: int, **kwargs: Any) -> Any:
+    """A block mask of the same size, without the scores that it is made from."""
+    size = kwargs.get("BLOCK_SIZE", 128)
+    rows, columns = (size, size) if isinstance(size, int) else size
+    shape = b, 1, -(-queries // rows), -(-keys // columns)
+    counts, indices = (torch.zeros(one, dtype=torch.int32) for one in (shape[:3], shape))
+    return BlockMask.from_kv_blocks(
+        counts, indices, counts, indices, size, mask_mod, seq_lengths=(queries, keys)
+    )
+
+
+def _fused_norm(
+    x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None
+) -> torch.Tensor:
+    return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+
+
 _of_thread = threading.local()
 
 
@@ -169,7 +249,18 @@ def clipping_later(calls: list[Callable[[], Any]]) -> Iterator[None]:
         del _of_thread.calls
 
 
+@contextlib.contextmanager
+def clipping_after(call: Callable[[], None]) -> Iterator[None]:
+    """Inside, `call` is called before this thread clips gradients."""
+    _of_thread.before = call
+    try:
+        yield
+    finally:
+        del _of_thread.before
+
+
 def _clip_later(clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    getattr(_of_thread, "before", lambda: None)()
     calls = getattr(_of_thread, "calls", None)
     if calls is None:
         return clip(*args, **kwargs)

@@ -8,7 +8,6 @@ learning rates. They are TorchTitan's own, with the arguments that it gave.
 from __future__ import annotations
 
 import gc
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -108,13 +107,19 @@ class OptimizersOfRank(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return ChainMap(*(one.state for one in self._container.optimizers))
+        return state_of(self._container)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self._of_rank.advance()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._container.zero_grad(set_to_none)
+
+
+def state_of(container: Any) -> dict[Any, dict[str, Any]]:
+    """The state of each parameter of all optimizers."""
+    # Not a ChainMap: each state makes an empty one for any parameter that it is asked for.
+    return {one: of for part in container.optimizers for one, of in part.state.items()}
 
 
 def build_plan(job: TitanJob, ranks: int | None, mesh: Any) -> Built:

@@ -6,16 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite.tools.torchtitan import trainer
-from titanlite.tools.torchtitan.job import Plan, TitanJob
-from titanlite.tools.torchtitan.stand_ins import (
-    STAND_INS,
-    attribute_of,
-    require_torchtitan,
-    standing_in,
-)
+from titanlite.tools.torchtitan.job import Plan, TitanJob, kernels_of
+from titanlite.tools.torchtitan.stand_ins import STAND_INS, require_torchtitan, standing_in
 from titanlite.tools.verify.program.comparison import Comparer
 from titanlite.tools.verify.program.result import Comparison
 
@@ -94,13 +89,4 @@ def stand_ins(plan: Plan, job: TitanJob, options: Options) -> Iterator[str]:
         yield "sums"
     if job.dtype == "float64":
         yield "numbers"
-    from torchtitan.models.common import attention, moe
-
-    for owner, name in (
-        (attention, "FlexAttention"),
-        (attention, "VarlenAttention"),
-        (moe, "GroupedExperts"),
-    ):
-        config: Any = attribute_of(owner, name).Config
-        if any(plan.config.model_spec.model.traverse(config)):
-            yield name
+    yield from kernels_of(plan)

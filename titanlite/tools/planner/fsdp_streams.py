@@ -1,0 +1,81 @@
+"""FSDP2's collectives in a trace of a CPU, as they run on the streams of a GPU; torch-free.
+
+On a CPU, FSDP2 waits for each collective at once. On a GPU they have streams of their own, so the
+main stream waits later (torch/distributed/fsdp/_fully_shard). Composed steps have this by
+themselves (data_parallel.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from titanlite.tools.planner.events import Communication, Event, Operator, Wait
+
+COPY_IN, COPY_OUT = "fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy"
+COPY_GRADIENTS = "fsdp::chunk_cat"
+
+
+def on_streams(events: Iterable[Event]) -> list[Event]:
+    """The events of a step, with FSDP2's waits where the main stream of a GPU has them.
+
+    A gathered unit is waited for when it is copied out. In the forward pass a gather can start when
+    the one before it has ended and the unit before that has been copied out of the buffer that both
+    use. A reduction is waited for before the next one, or at the end of the backward pass.
+    """
+    return list(_Streams().run(events))
+
+
+class _Streams:
+    def __init__(self) -> None:
+        self._gathers: deque[int] = deque()
+        self._reduction = 0
+        self._moved: set[int] = set()
+        self._last = ""
+        self._ready = self._copied_out = -1
+        self._count = 0
+
+    def run(self, events: Iterable[Event]) -> Iterator[Event]:
+        for event in events:
+            for one in self._next(event):
+                self._count += 1
+                yield one
+
+    def _next(self, event: Event) -> Iterator[Event]:
+        if isinstance(event, Wait):
+            if event.number not in self._moved:
+                yield event
+        elif isinstance(event, Communication):
+            if self._last == COPY_IN:
+                self._gathers.append(event.number)
+                ready = self._ready if event.place.phase == "forward" else -1
+                event = replace(event, ready=ready)
+            elif self._last == COPY_GRADIENTS:
+                self._reduction = event.number
+            else:
+                yield event
+                return
+            self._moved.add(event.number)
+            yield event
+        elif isinstance(event, Operator):
+            self._last = event.name
+            yield from self._operator(event)
+        else:
+            yield event
+
+    def _operator(self, event: Operator) -> Iterator[Event]:
+        if event.name == COPY_OUT and self._gathers:
+            issued = self._count
+            yield Wait(self._gathers.popleft())
+            yield event
+            if event.place.phase == "forward":
+                self._ready = max(self._copied_out, issued if self._ready < 0 else 0)
+                self._copied_out = self._count
+            return
+        if self._reduction and (event.name == COPY_GRADIENTS or event.place.phase == "optimizer"):
+            yield Wait(self._reduction)
+            self._reduction = 0
+        # The copy runs on the stream of the gather, if that starts ahead.
+        is_beside = event.name == COPY_IN and event.place.phase == "forward" and self._ready >= 0
+        yield replace(event, is_beside=True) if is_beside else event
