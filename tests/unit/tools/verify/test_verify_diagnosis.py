@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -169,6 +170,11 @@ def test_what_is_right_one_step_later_is_no_cause():
     reference = ReferenceTrace(("up <- x", "up", "down <- x", "down"), flow=flow)
     assert "up" in harmless(reference, [{"up": False, "down <- x": True, "down": True}])
     assert "up" not in harmless(reference, [{"up": False, "down <- x": False, "down": False}])
+    reference = replace(reference, with_gradient=frozenset(reference.events))
+    # No rank can compare the gradient of "up".
+    for is_right in (True, False):
+        state = {"down": is_right, "down <- x": False, "up <- x": is_right}
+        assert ("down <- x" in harmless(reference, [state], is_backward=True)) == is_right
 
 
 def test_numbers_that_differ_look_different():
