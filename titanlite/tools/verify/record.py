@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -195,19 +195,11 @@ def harmless(
             if not is_backward:
                 following[source].append(event)
             elif source in reference.with_gradient:
-                following[event] += _compared(reference, source, state)
+                following[event].append(source)
     for event in reference.events if is_backward else reversed(reference.events):
         if (after := following[event]) and found.issuperset(after):
             found.add(event)
     return found
-
-
-def _compared(reference: ReferenceTrace, event: str, known: Collection[str]) -> list[str]:
-    """An event, or if no rank can compare it, those that it is computed from; itself for none."""
-    before = [one for one in reference.flow.get(event, ()) if one in reference.with_gradient]
-    if event in known or not before:
-        return [event]
-    return [one for source in before for one in _compared(reference, source, known)]
 
 
 @dataclass
