@@ -78,13 +78,9 @@ def test_a_plan(
 
 
 @needs_torchtitan
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        "mean_of_own_tokens",
-        pytest.param("loss_summed_over_dp_only", marks=pytest.mark.slow),
-        pytest.param("expert_input_gradient_not_summed", marks=pytest.mark.slow),
-    ],
+    "name", ["mean_of_own_tokens", "loss_summed_over_dp_only", "expert_input_gradient_not_summed"]
 )
 def test_a_recorded_fault_is_named(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
