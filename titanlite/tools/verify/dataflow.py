@@ -363,7 +363,11 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     # Partial gradients may be intended, until one is neither right nor a Partial. Where the loss
     # cuts the graph, one is if gradients of what comes before it in the forward pass agree.
     partial = {event: axis for event in wrong if (axis := _partial_over(e, event))}
-    cut = {event for event in partial if not e.flow.get(event)} if known[:1] != wrong[:1] else ()
+    cut = (
+        {event for event in partial if not e.flow.get(event)}
+        if known[:1] != wrong[:1]
+        else set[str]()
+    )
     wrong = [event for event in wrong if event not in cut]
     partial = {event: axis for event, axis in partial.items() if event not in cut}
     if not wrong:
