@@ -359,15 +359,11 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     if not e.failed("gradient"):
         return
     known = [event for event in e.events if _any(e, event, lambda o: o.gradient is not None)]
-    wrong = [event for event in known if _any(e, event, lambda o: getattr(o.gradient, "error", 0))]
+    wrong = [one for one in known if _any(e, one, lambda o: bool(o.gradient and o.gradient.error))]
     # Partial gradients may be intended, until one is neither right nor a Partial. Where the loss
     # cuts the graph, one is if gradients of what comes before it in the forward pass agree.
     partial = {event: axis for event in wrong if (axis := _partial_over(e, event))}
-    cut = (
-        {event for event in partial if not e.flow.get(event)}
-        if known[:1] != wrong[:1]
-        else set[str]()
-    )
+    cut = {event for event in partial if not e.flow.get(event) and known[0] != wrong[0]}
     wrong = [event for event in wrong if event not in cut]
     partial = {event: axis for event, axis in partial.items() if event not in cut}
     if not wrong:
