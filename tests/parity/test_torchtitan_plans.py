@@ -6,11 +6,12 @@ import gc
 import json
 import logging
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from importlib import metadata
+from importlib import import_module, metadata
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,24 @@ def test_a_plan(
     assert (gc.isenabled(), logging.root.manager.disable, dict(os.environ)) == before
     out = " ".join(capsys.readouterr().out.split())
     assert all(text in out for text in said), out
+
+
+@needs_torchtitan
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["mean_of_own_tokens", "loss_summed_over_dp_only", "expert_input_gradient_not_summed"]
+)
+def test_a_recorded_fault_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs/evidence")
+    faults = import_module("torchtitan_faults.upstream")
+    monkeypatch.setattr(faults, "setattr", monkeypatch.setattr, raising=False)
+    fault = faults.ALTERED[name]
+    job = f"torchtitan:torchtitan_faults.upstream:{name}"
+    assert main(["verify", job, *fault.plan, "--steps=1"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(f"likely cause: .*?({fault.says})", out), out
 
 
 @needs_torchtitan

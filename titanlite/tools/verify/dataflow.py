@@ -358,15 +358,16 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     """The first tensor in backward order whose gradient differs."""
     if not e.failed("gradient"):
         return
-    wrong = [
-        event
-        for event in e.events
-        if _any(e, event, lambda o: o.gradient is not None and o.gradient.error > 0)
-    ]
+    known = [event for event in e.events if _any(e, event, lambda o: o.gradient is not None)]
+    wrong = [one for one in known if _any(e, one, lambda o: bool(o.gradient and o.gradient.error))]
+    # Partial gradients may be intended, until one is neither right nor a Partial. Where the loss
+    # cuts the graph, one is if gradients of what comes before it in the forward pass agree.
+    partial = {event: axis for event in wrong if (axis := _partial_over(e, event))}
+    cut = {event for event in partial if not e.flow.get(event) and known[0] != wrong[0]}
+    wrong = [event for event in wrong if event not in cut]
+    partial = {event: axis for event, axis in partial.items() if event not in cut}
     if not wrong:
         return
-    # Partial gradients may be intended, until one is neither right nor a Partial.
-    partial = {event: axis for event in wrong if (axis := _partial_over(e, event))}
     rest = [event for event in wrong if event not in partial]
     last = (rest or wrong)[-1 if rest else 0]
     if not rest and not e.following.get(wrong[-1]):

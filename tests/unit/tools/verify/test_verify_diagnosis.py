@@ -7,6 +7,7 @@ import math
 import pytest
 
 from titanlite.mesh.parallel_dims import AXES, ParallelDims
+from titanlite.tools.verify.dataflow import explain_backward
 from titanlite.tools.verify.diagnose import diagnose
 from titanlite.tools.verify.differences import Disagreement
 from titanlite.tools.verify.evidence import Evidence
@@ -16,6 +17,7 @@ from titanlite.tools.verify.norms import explain_norm, true_norm
 from titanlite.tools.verify.overview import DIFFERS, draw_overview
 from titanlite.tools.verify.record import (
     Agreement,
+    ModuleOutput,
     RankRun,
     RankStep,
     RankTrace,
@@ -169,6 +171,20 @@ def test_what_is_right_one_step_later_is_no_cause():
     reference = ReferenceTrace(("up <- x", "up", "down <- x", "down"), flow=flow)
     assert "up" in harmless(reference, [{"up": False, "down <- x": True, "down": True}])
     assert "up" not in harmless(reference, [{"up": False, "down <- x": False, "down": False}])
+
+
+@pytest.mark.parametrize("is_reduced", [True, False])
+def test_a_partial_gradient_where_the_loss_cuts_the_graph(is_reduced):
+    right, half = Agreement(0.0, 1.0, 1.0, 1.0, 1.0, ""), Agreement(0.5, 1.0, 0.25, 0.5, 1.0, "")
+    gradients = {"norm <- x": right if is_reduced else half, "head <- x": half}
+    outputs = {n: ModuleOutput(right, 1, (), gradient=one) for n, one in gradients.items()}
+    sums = {name: {"tp": right} for name in gradients}
+    traces = [RankTrace(rank, {}, outputs, {}, {}, summed_backward=sums) for rank in (0, 1)]
+    failed = Result(failures=[Disagreement(1, "gradient", "norm.weight", 1.0, 0.0)])
+    dims = ParallelDims(tp=2)
+    runs = runs_on(dims, {"norm.weight": {"tp": "replicated"}})
+    evidence = Evidence(dims, [], runs, failed, ReferenceTrace(tuple(gradients)), traces)
+    assert bool(list(explain_backward(evidence))) != is_reduced
 
 
 def test_numbers_that_differ_look_different():

@@ -215,7 +215,7 @@ class Judging:
         """Set each run's loss to what is compared with the reference's; returns how it was made.
 
         The losses of the distinct parts of the batch are averaged or added, whichever is closer to
-        the reference's loss over all steps.
+        the reference's loss over all steps. A step of the reference's own returns that of all.
         """
         ways: dict[str, list[list[float]]] = {"": [], "mean": [], "sum": []}
         for step, known in enumerate(self.record.steps[1:]):
@@ -232,6 +232,7 @@ class Judging:
             ways["mean"].append([fmean(parts)] * len(own))
             ways["sum"].append([math.fsum(parts)] * len(own))
         is_split = any(len(set(of_step)) > 1 for of_step in self._parts_by_step())
+        is_split = is_split and self.request.reference_step is None
         chosen = min(ways, key=lambda way: self._loss_error(ways[way])) if is_split else ""
         for step, values in enumerate(ways[chosen], 1):
             for run, value in zip(self.runs, values, strict=True):
