@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import linecache
+import os
 import re
 import sys
 from collections import Counter, defaultdict
@@ -31,14 +32,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.modules.shards import local_part
+from titanlite.ranks.hang_state import SITE_PACKAGES, STANDARD_LIBRARY, TORCH
 from titanlite.tools.verify.agreement import agreement, is_pending
 from titanlite.tools.verify.program.values import Values
 from titanlite.tools.verify.record import is_input, module_of, name_call, name_input
 
 PACKAGE = Path(__file__).parents[2]
-# Code of torch and Python, and what comes from no file, is never the caller's.
-OF_PYTHON = ("<", *(str(Path(m.__file__ or "").parent) for m in (torch, contextlib)))
-FOREIGN = (*OF_PYTHON, str(PACKAGE))
+# Code of torch, and what comes from no file, is never the caller's; nor is that of the library in
+# which plans of TorchTitan name their collectives.
+OF_PYTHON = ("<", TORCH, f"{Path(TORCH).parent / 'spmd_types'}{os.sep}")
+FOREIGN = (*OF_PYTHON, f"{PACKAGE}{os.sep}")
 """Code in these folders is not that of a caller of titanlite."""
 
 
@@ -404,7 +407,8 @@ def _line_of_caller(foreign: tuple[str, ...]) -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(foreign):
+        is_standard = file.startswith(STANDARD_LIBRARY) and SITE_PACKAGES not in file
+        if not is_standard and not file.startswith(foreign):
             text, path = linecache.getline(file, frame.f_lineno).strip(), Path(file)
             shown = path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path.name
             return f"{shown}:{frame.f_lineno} ({text})" if text else ""
