@@ -1005,7 +1005,7 @@ REFACTORINGS: list[Mutant] = [
         "",
         STEP,
         (
-            "        counts = [torch.as_tensor(self.loss.count(batch)) for batch in batches]\n",
+            "        counts = [torch.as_tensor(self.loss.count(b), device=self._device) for b in batches]\n",
             "        counts = []\n        for batch in batches:\n"
             "            counts.append(self.loss.count(batch))\n",
         ),

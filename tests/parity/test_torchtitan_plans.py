@@ -28,6 +28,7 @@ from titanlite.ranks.settings import ignore_warnings
 from titanlite.ranks.threads import thread_world
 from titanlite.ranks.world import open_world
 from titanlite.tools.planner.events import Allocation
+from titanlite.tools.torchtitan import command, options
 from titanlite.tools.torchtitan.job import OWN_DTYPE, TitanJob
 from titanlite.tools.torchtitan.stand_ins import MovedError, standing_in
 
@@ -258,6 +259,15 @@ def test_what_is_not_planned_is_said(
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_a_command_takes_the_options_that_its_help_has() -> None:
+    for text, taken in (
+        (command.HELP, {*options.VALUES, *options.FLAGS}),
+        (command.DEBUG_HELP, {*options.OF_DEBUG, *options.DEBUG_FLAGS}),
+        (command.PLAN_HELP, {*options.OF_PLAN}),
+    ):
+        assert set(re.findall(r"^  (--[a-z]+) ", text, re.MULTILINE)) == taken
 
 
 @pytest.mark.parametrize("version", [None, "0.2.2"])

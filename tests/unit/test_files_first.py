@@ -98,7 +98,7 @@ def test_a_simulation(
 
 
 def test_a_verification(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(agrees=True, error=None, ran=lambda *_: {})
+    found = SimpleNamespace(agrees=True, error=None, ran=lambda *_: {"config": ""})
 
     class Verifier(contextlib.nullcontext):
         def verify(self, *_: Any, on_start: Any, **__: Any) -> Any:

@@ -473,4 +473,9 @@ def is_plumbing(file: str) -> bool:
     # The file names of generated code differ between ranks.
     if file.startswith((TORCH, "<", *PLUMBING)) or "torchinductor" in file:
         return True
+    return is_standard(file)
+
+
+def is_standard(file: str) -> bool:
+    """Whether a file is of Python's standard library; packages may be installed inside of it."""
     return file.startswith(STANDARD_LIBRARY) and SITE_PACKAGES not in file

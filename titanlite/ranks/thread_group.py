@@ -161,12 +161,9 @@ class Exchange:
     def calls_of(self, rank: int) -> list[Call]:
         """A rank's last calls of collectives, the latest last."""
         return [
-            call if self._is_under_way(call) else replace(call, is_done=True)
+            replace(call, is_done=(call.group, call.number) not in self.operations)
             for call in self._calls[rank]
         ]
-
-    def _is_under_way(self, call: Call) -> bool:
-        return (call.group, call.number) in self.operations
 
 
 @dataclass(eq=False)
@@ -466,8 +463,11 @@ class ThreadGroup(_ProcessGroup):
         key = self._key, self._number
         dtype = str(sizes[0].dtype).removeprefix("torch.") if sizes else ""
         numel = sum(tensor.numel() for tensor in sizes)
-        sender = None if root is None else self.ranks[root]
-        call = Call(self._key, self._number, name, numel, dtype, user_site(), False, sender)
+        call = Call(
+            *(self._key, self._number, name, numel, dtype, user_site()),
+            is_done=False,
+            root=None if root is None else self.ranks[root],
+        )
         own = self.ranks[self._rank]
         shared.record(own, call)
         under_way = shared.operations.get(key)

@@ -309,7 +309,7 @@ class Trainer:
         return sums
 
     def _count_targets(self, batches: Sequence[Batch]) -> int:
-        counts = [torch.as_tensor(self.loss.count(batch)) for batch in batches]
+        counts = [torch.as_tensor(self.loss.count(b), device=self._device) for b in batches]
         # At least one, so that a step without targets has a loss of zero instead of 0 / 0.
         return max(1, int(self._world_sum(torch.stack(counts).sum().double())))
 

@@ -203,8 +203,8 @@ class Debugging:
         from titanlite.ranks.threads import thread_world
 
         world = thread_world()
-        assert world.turns.failure is not None  # it is why the rank was ended
-        failed, error = world.turns.failure
+        # Without one, or with that of no rank, the user has stopped the run.
+        failed, error = world.turns.failure or (-1, KeyboardInterrupt())
         if failed < 0 or isinstance(_first_cause(error), BdbQuit):
             return
         # Without --rank, the debugger has been open in the rank that failed.

@@ -6,10 +6,11 @@ import json
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 
 from titanlite.observe.terminal import terminal_width, uses_color
 from titanlite.tools.options import write
-from titanlite.tools.torchtitan.options import OF_DEBUG, OF_PLAN, PREFIX, parse
+from titanlite.tools.torchtitan.options import DEBUG_FLAGS, OF_DEBUG, OF_PLAN, PREFIX, parse
 from titanlite.tools.verify.command import require_files, write_files
 
 HELP = """usage: titanlite verify torchtitan:NAME [options] [--section.key=value ...]
@@ -44,11 +45,10 @@ def verify(arguments: Sequence[str]) -> int:
     from titanlite.tools.verify.report import format_result
 
     found = verify_job(options, on_start=lambda lines: print(_header(lines), flush=True))
-    text = format_result(found, found.dtype)
     job = {"config": PREFIX + options.name, "options": options.titan}
     ran = {**job, "degrees": found.grid.degrees, "dtype": found.dtype}
-    write_files(found, ran, text, options.json, options.junit)
-    print(text)
+    show = partial(format_result, dtype=found.dtype)
+    print(write_files(found, ran, show, options.json, options.junit))
     if found.error is not None and found.error.rank_traceback:
         print(f"\n{found.error.rank_traceback}", file=sys.stderr)
     return 0 if found.agrees else 1
@@ -61,11 +61,17 @@ def _header(lines: Sequence[tuple[str, str]]) -> str:
     )
 
 
-DEBUG_HELP = """usage: titanlite debug torchtitan:NAME [--rank N] [--steps N] [--section.key=value]
+DEBUG_HELP = """usage: titanlite debug torchtitan:NAME [options] [--section.key=value ...]
 
 Train a job of TorchTitan 0.3 on ranks that are threads of this process. A debugger (pdb) opens
 where a rank raises an error, and at breakpoint(); the other ranks stand still meanwhile. `others`
 lists where every rank is and what it waits for. The job runs as `titanlite verify` runs it.
+
+  --rank N            a debugger only in rank N; without it, in the first rank that comes there
+  --steps N           optimizer steps to train (default 2)
+  --dtype DTYPE       float64 (default), or float32, which keeps TorchTitan's own casts
+  --ranks N           ranks in all, for a shard degree of -1 (default: as few as the rest allows)
+  --full              keep the job's own length, batch and number of layers
 
 exit status: 0 the job has run, 1 it has not, 2 bad input"""
 
@@ -75,7 +81,7 @@ def debug(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         print(DEBUG_HELP)
         return 0
-    options = parse(arguments, OF_DEBUG)
+    options = parse(arguments, OF_DEBUG, DEBUG_FLAGS)
     from titanlite.tools.torchtitan.debug import debug_job
 
     return debug_job(options)
@@ -128,7 +134,7 @@ def to_toml(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(IMPORT_HELP)
         return 0
-    options = parse(arguments)
+    options = parse(arguments, {}, ())
     from titanlite.tools.torchtitan.to_toml import import_job
 
     print(import_job(options), end="")

@@ -35,9 +35,9 @@ VALUES: dict[str, Callable[[str, str], object]] = {
     "--ranks": count,
     **{name: OF_VERIFY[name] for name in ("--dtype", "--tolerance", "--json", "--junit")},
 }
-FLAGS = ("--processes", "--full")
-OF_DEBUG = {**VALUES, "--rank": rank_number}
-OF_PLAN = {"--hardware": lambda _, text: text, **{n: VALUES[n] for n in ("--ranks", "--json")}}
+FLAGS, DEBUG_FLAGS = ("--processes", "--full"), ("--full",)
+OF_DEBUG = {**{n: VALUES[n] for n in ("--steps", "--ranks", "--dtype")}, "--rank": rank_number}
+OF_PLAN = {**{n: VALUES[n] for n in ("--ranks", "--json")}, "--hardware": VALUES["--json"]}
 
 
 def parse(

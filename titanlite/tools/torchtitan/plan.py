@@ -275,7 +275,7 @@ def _describe(job: TitanJob, plan: Plan, traced: list[Traced]) -> Iterator[tuple
 
 
 def _stand_ins(plan: Plan) -> Iterator[str]:
-    yield from ("device", "data", "weights", "graphs")
+    yield from ("device", "data", "weights", "graphs", "norm")
     if plan.is_other_backend:
         yield "backend"
     if plan.config.compile.enable:

@@ -77,6 +77,7 @@ PLANNED = {
         ("FlexAttention", "VarlenAttention"),
         "a causal flash kernel over whole rows; values narrower than keys are counted as wide",
     ),
+    "norm": "the fused RMSNorm of a GPU",
     "GroupedExperts": "torch._grouped_mm, as if all experts had equally many tokens",
     "backend": STAND_INS["backend"],
     "pipeline": "no time, since ranks of a pipeline are traced one by one",

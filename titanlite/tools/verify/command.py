@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
@@ -25,6 +25,8 @@ from titanlite.tools.verify.shrink import read_small
 
 if TYPE_CHECKING:
     from titanlite.tools.verify.result import Result
+
+R = TypeVar("R", bound="Result")
 
 HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
        titanlite verify --matrix [CONFIG.toml] [--ranks N] [--output FOLDER] [options]
@@ -146,9 +148,8 @@ def verify_one(options: Options) -> int:
             replay=options.replay_routing,
             on_start=lambda found: show(format_header(found, source, shrunk) + "\n"),
         )
-    text = format_verification(found)
-    write_files(found, found.ran(source, shrunk), text, options.json, options.junit)
-    print(text)
+    ran = found.ran(source, shrunk)
+    print(write_files(found, ran, format_verification, options.json, options.junit))
     if found.error is not None and found.error.rank_traceback:
         print(f"\n{found.error.rank_traceback}", file=sys.stderr)
     return 0 if found.agrees else 1
@@ -202,16 +203,21 @@ def _dtype(name: str, text: str) -> str:
 
 
 def write_files(
-    found: Result, ran: Mapping[str, Any], text: str, json_path: str, junit_path: str
-) -> None:
-    """Write the result of what `ran` as JSON and as JUnit XML, to each path that is given."""
+    found: R, ran: Mapping[str, Any], show: Callable[[R], str], json_path: str, junit_path: str
+) -> str:
+    """Write the result of what `ran` as JSON and as JUnit XML, to each path that is given.
+
+    Returns what `show` makes of it, for the terminal and as the text of the test case.
+    """
     from titanlite.tools.verify.report import to_json, verdict
 
     if json_path:
         write(json_path, json.dumps(to_json(found, ran), indent=1) + "\n")
+    text = show(found)
     if junit_path:
         failure = "" if found.agrees else f"{verdict(found)}. {found.cause}".removesuffix(". ")
         write(junit_path, to_junit([Case(ran["config"] or "job", found.seconds, failure, text)]))
+    return text
 
 
 def require_files(json_path: str, junit_path: str) -> None:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.modules.shards import local_part
-from titanlite.ranks.hang_state import SITE_PACKAGES, STANDARD_LIBRARY, TORCH
+from titanlite.ranks.hang_state import TORCH, is_standard
 from titanlite.tools.verify.agreement import agreement, is_pending
 from titanlite.tools.verify.program.values import Values
 from titanlite.tools.verify.record import is_input, module_of, name_call, name_input
@@ -407,8 +407,7 @@ def _line_of_caller(foreign: tuple[str, ...]) -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        is_standard = file.startswith(STANDARD_LIBRARY) and SITE_PACKAGES not in file
-        if not is_standard and not file.startswith(foreign):
+        if not is_standard(file) and not file.startswith(foreign):
             text, path = linecache.getline(file, frame.f_lineno).strip(), Path(file)
             shown = path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path.name
             return f"{shown}:{frame.f_lineno} ({text})" if text else ""

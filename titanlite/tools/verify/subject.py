@@ -45,7 +45,8 @@ class HeldPart:
         """The part of an entry of the optimizer's state that `own` should equal.
 
         An entry may be shaped as the parameter or, as Adafactor's means are, as some of its
-        dimensions, which are cut as the parameter's are.
+        dimensions, which are cut as the parameter's are. Where it may be one of several dimensions,
+        it is the one that `own` is nearest to.
         """
         if whole.ndim > 0 and whole.shape == self.shape:
             return self.part_of(whole)
@@ -55,10 +56,15 @@ class HeldPart:
         for place, sizes in enumerate(zip(whole.shape, own.shape, strict=True)):
             dims = [d for d, both in enumerate(zip(self.shape, held, strict=True)) if both == sizes]
             if sizes[0] != sizes[1] and dims:
-                numbers = torch.arange(sizes[0]).view([-1, *[1] * (len(held) - dims[0] - 1)])
-                kept = self.part_of(numbers.expand(self.shape).contiguous())
-                whole = whole.index_select(place, kept.movedim(dims[0], 0).flatten(1)[:, 0])
+                parts = [whole.index_select(place, self._numbers_kept(dim)) for dim in dims]
+                whole = min(parts, key=lambda part: agreement(_own(own), part, part).error)
         return whole
+
+    def _numbers_kept(self, dim: int) -> Tensor:
+        """Which numbers of a dimension this rank's part has."""
+        numbers = torch.arange(self.shape[dim]).view([-1, *[1] * (len(self.shape) - dim - 1)])
+        kept = self.part_of(numbers.expand(self.shape).contiguous())
+        return kept.movedim(dim, 0).flatten(1)[:, 0]
 
     @functools.cached_property
     def place(self) -> str:

@@ -200,9 +200,11 @@ def _counted_again(e: Evidence, wrong: Sequence[str]) -> str:
         of_ranks = [run.steps[e.step].buffers.get(name) for run in e.runs]
         factor, left = pooled([one for one in of_ranks if one is not None])
         if left < EXPLAINED and factor > 1.5 and is_near(factor, round(factor)):
+            same = e.factor(round(factor))
             return (
                 f"{name} is {factor:.0f} times that on one process: what updates it runs "
                 f"{factor:.0f} times in a step, as in a forward pass that is recomputed"
+                + (f", or it is summed though it is complete, since this is {same}" if same else "")
             )
     return ""
 

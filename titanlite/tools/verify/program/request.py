@@ -36,7 +36,10 @@ class Request:
     split: Split | None = None
     step: Callable[[Any, Any], Any] | None = None
     reference_step: Callable[[Any, Any], Any] | None = None
-    """Like `step`, for a reference with a step of its own; `reference` may return a tuple then."""
+    """Like `step`, for a reference with a step of its own; `reference` may return a tuple then.
+
+    Both steps return the loss of the whole batch, on every rank that has one.
+    """
     optimizer: Callable[[list[Any]], Any] | None = None
     clip: Callable[[Any], Any] | None = None
     shard: Callable[[str], Any] | None = None

@@ -1,7 +1,7 @@
 """Verify in bfloat16 under three tolerances: how many bugs each misses, and its false alarms.
 
-    python tests/benchmarks/low_precision.py bugs|mutants|plans [--every N] [--json FILE]
-    python tests/benchmarks/low_precision.py table FILE ...
+    python docs/evidence/low_precision.py bugs|mutants|plans [--every N] [--json FILE]
+    python docs/evidence/low_precision.py table FILE ...
 
 Each case is run once. Its differences are then compared with a fixed tolerance: that of
 torch.testing.assert_close in bfloat16, or 0.1; with ten times the rounding error of the reference,
