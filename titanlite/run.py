@@ -83,6 +83,7 @@ def train_on_rank(
             traces=Traces(folder, comm.save_traces_file_prefix) if comm.trace_buf_size else None,
             describe_place=resolved.dims.describe_place,
         ) as world,
+        world.counting_memory(),
     ):
         job = build_job(resolved, world)
         with (

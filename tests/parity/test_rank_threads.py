@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from pages import write_files
 from plans import merged
 
@@ -16,6 +18,7 @@ import titanlite
 from titanlite import cli
 from titanlite.config import JobConfig
 from titanlite.errors import ConfigError
+from titanlite.observe.metrics import read_metrics
 from titanlite.ranks import machine
 from titanlite.ranks.launch import Place
 from titanlite.tools.verify.verify import Verifier
@@ -51,6 +54,24 @@ def test_losses_are_those_of_processes(tmp_path: Path, plan: str) -> None:
     assert len(threads.losses) == 4
     assert threads.losses == pytest.approx(processes.losses, rel=1e-13)
     assert threads.grad_norms == pytest.approx(processes.grad_norms, rel=1e-12)
+    # What the ranks allocate is counted for each, so it can be held against what is planned.
+    job = JobConfig.from_dict(merged(TINY, {"parallelism": PLANS[plan]}))
+    measured = read_metrics(tmp_path / "threads")[-1].memory_bytes
+    assert measured == pytest.approx(titanlite.plan(job).peak_bytes, rel=0.01)
+
+
+def test_a_profiler_ends_the_count_of_memory(tmp_path: Path) -> None:
+    def profile(event: titanlite.callbacks.Event) -> None:
+        if event.step == 2 and dist.get_rank() == 1:
+            with torch.profiler.profile() as profiler:
+                torch.ones(3).exp()
+            assert any(one.key == "aten::exp" for one in profiler.key_averages())
+
+    of_job = {"job": {"dump_folder": str(tmp_path)}, "parallelism": PLANS["DDP"]}
+    titanlite.train(merged(TINY, THREADS, of_job), on_step=profile)
+    first, *_, last = (record.memory_bytes for record in read_metrics(tmp_path))
+    # Then a run has the memory of the process alone, in which there is all of torch.
+    assert first < 50e6 < last
 
 
 def test_a_run_resumes_in_the_other_world(tmp_path: Path) -> None:

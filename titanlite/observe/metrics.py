@@ -17,7 +17,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from pydantic import TypeAdapter
 
 from titanlite.errors import ConfigError
@@ -36,8 +35,9 @@ class StepRecord:
     """The metrics of one optimizer step, over all ranks.
 
     `loss` and `validation_loss` are in nats per token, unless the job has another loss, `seconds`
-    is the step's wall-clock time, `memory_bytes` the highest peak of any rank, `mfu` a fraction of
-    1. None: not measured.
+    is the step's wall-clock time, `mfu` a fraction of 1. None: not measured. `memory_bytes` is the
+    highest peak of any rank: what torch has allocated on its GPU or for its thread, or what a
+    process on CPU has resident.
     """
 
     step: int
@@ -236,11 +236,8 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
     return records
 
 
-def peak_memory_bytes(device: torch.device | str) -> int:
-    """This rank's peak memory: allocated on its GPU, or resident on CPU."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+def peak_process_bytes() -> int:
+    """The peak of the memory of this process that is resident on CPU."""
     import resource  # not on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -21,7 +21,6 @@ from titanlite.errors import OutputClosedError
 from titanlite.observe.metrics import StepRecord
 from titanlite.observe.terminal import is_terminal, terminal_width
 from titanlite.quantities import format_bytes, format_count, format_duration
-from titanlite.ranks.turns import is_rank
 
 _REDRAW_SECONDS = 0.1
 # Outside a terminal, a slow run prints a line at the next step after this time.
@@ -57,6 +56,7 @@ class Progress:
         self._clock = clock
         self._enabled = enabled
         self._last: StepRecord | None = None
+        self._of_whom = "a rank"
         self._start_time = self._last_time = clock()
         self._seconds_per_step = 0.0
         self._num_timed = 0
@@ -86,13 +86,13 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, record: StepRecord) -> None:
-        """Show a finished step."""
+    def update(self, record: StepRecord, *, of_all_ranks: bool = False) -> None:
+        """Show a finished step; `of_all_ranks`: its memory is that of all of them together."""
         if not self._enabled:
             return
         now = self._clock()
         self._count_time(now)
-        self._last = record
+        self._last, self._of_whom = record, "in all" if of_all_ranks else "a rank"
         is_last = record.step >= self._total_steps
         if self._live is not None:
             if record.validation_loss is not None:
@@ -109,7 +109,12 @@ class Progress:
             or now - self._drawn_at >= _LONGEST_SILENCE_SECONDS
         ):
             self._drawn_at = now
-            parts = [self._count(), *_figures(record), *_validation(record), self._time_left()]
+            parts = [
+                self._count(),
+                *_figures(record, self._of_whom),
+                *_validation(record),
+                self._time_left(),
+            ]
             self.print("  ".join(part for part in parts if part))
 
     def print(self, line: str) -> None:
@@ -163,7 +168,9 @@ class Progress:
             ),
             Text(self._time_left(), style="cyan"),
         )
-        figures = _figures(self._last) if self._last else ["waiting for the first step"]
+        figures = (
+            _figures(self._last, self._of_whom) if self._last else ["waiting for the first step"]
+        )
         width = 0 if self._live is None else self._live.console.width
         lines = [Text(line, no_wrap=True) for line in _packed(figures, width)]
         for line in lines:
@@ -183,7 +190,7 @@ def _packed(parts: list[str], width: int) -> list[str]:
     return lines
 
 
-def _figures(record: StepRecord) -> list[str]:
+def _figures(record: StepRecord, of_whom: str) -> list[str]:
     figures = [
         f"loss {record.loss:.4f}",
         f"grad norm {record.grad_norm:.3g}",
@@ -197,7 +204,6 @@ def _figures(record: StepRecord) -> list[str]:
         figures.append(f"{format_count(record.flops_per_second, spaced=True)}FLOP/s")
     if record.mfu is not None:
         figures.append(f"MFU {record.mfu:.1%}")
-    of_whom = "in all" if is_rank() else "a rank"
     figures.append(f"{format_bytes(record.memory_bytes)} {of_whom}")
     return figures
 

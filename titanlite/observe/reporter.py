@@ -22,12 +22,13 @@ from titanlite.errors import ConfigError
 from titanlite.job import Job
 from titanlite.observe.first_screen import render_screen
 from titanlite.observe.mesh_drawing import draw_mesh
-from titanlite.observe.metrics import MetricsLog, StepRecord, mfu, peak_memory_bytes
+from titanlite.observe.metrics import MetricsLog, StepRecord, mfu, peak_process_bytes
 from titanlite.observe.pipeline_timeline import PipelineRecorder, gather_timeline
 from titanlite.observe.profiling import profile_steps, snapshot_memory
 from titanlite.observe.progress import Progress
 from titanlite.observe.run_facts import Data, Machine, name_idle_keys, run_facts
 from titanlite.ranks.peers import Peers
+from titanlite.ranks.turns import is_rank
 from titanlite.ranks.world import World
 from titanlite.schedule import Timeline
 from titanlite.schedule.trace import make_trace
@@ -187,11 +188,13 @@ class Reporter:
             flops_per_second = tokens_per_second * job.flops_per_token
         generators = job.trainer.generators
         draws = generators is not None and generators.has_drawn and not job.draws.shapes
+        own_bytes = job.world.peak_allocated_bytes()
+        process_bytes = peak_process_bytes() if own_bytes is None else 0
         most = torch.tensor(
-            [peak_memory_bytes(job.world.device), int(stops), int(draws)], device=job.world.device
+            [own_bytes or 0, process_bytes, int(stops), int(draws)], device=job.world.device
         )
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        memory_bytes, any_stops, any_draws = most.tolist()
+        own_bytes, process_bytes, any_stops, any_draws = most.tolist()
         record = StepRecord(
             step=step,
             loss=result.loss,
@@ -200,7 +203,7 @@ class Reporter:
             tokens_per_second=tokens_per_second if job.data.has_tokens else None,
             samples_per_second=None if job.data.has_tokens else samples_per_second,
             seconds=result.seconds,
-            memory_bytes=memory_bytes,
+            memory_bytes=process_bytes or own_bytes,
             validation_loss=None if validation is None else validation.loss,
             measures=self._measures(validation),
             validation_metrics={} if validation is None else validation.metrics,
@@ -227,7 +230,7 @@ class Reporter:
                 "plan invariance does not hold: the model draws from torch's own generators "
                 "(docs/randomness.md)"
             )
-        self._progress.update(record)
+        self._progress.update(record, of_all_ranks=is_rank() and process_bytes > 0)
         with self._writing():
             self._after_profiled_step()
             self._after_recorded_step()

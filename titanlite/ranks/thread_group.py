@@ -94,15 +94,20 @@ class ThreadWork(_Work):
         result: list[Tensor],
         sent: _Message | None = None,
         number: int = 0,
+        given: Any = None,
     ) -> None:
         super().__init__()
         self._exchange, self._done, self._result = exchange, done, result
         self._message, self._number = sent, number
+        # Kept until this rank has waited, as NCCL's is: so the rank itself releases what it has
+        # allocated, and its memory can be counted.
+        self._given = given
 
     def wait(self, timeout: Any = None) -> bool:
         listener = self._exchange.listener
         with listener.waits(self._number) if listener else contextlib.nullcontext():
             self._exchange.turns.wait_for(self._done)
+        self._given = None
         return True
 
     def synchronize(self) -> None:
@@ -488,7 +493,7 @@ class ThreadGroup(_ProcessGroup):
             with unseen():
                 under_way.compute([under_way.given[rank] for rank in range(self.size())])
             shared.turns.happen(under_way.done)
-        return ThreadWork(shared, under_way.done, result, number=number)
+        return ThreadWork(shared, under_way.done, result, number=number, given=given)
 
 
 # torch.compile would follow the calls of a group that is written in Python, into the turns of the

@@ -31,6 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from titanlite import pickles
 from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.ranks.allocations import Allocations
 from titanlite.ranks.hang_state import REMEMBERED_CALLS, stack_of
 from titanlite.ranks.machine import MOST_THREADS, num_cores
 from titanlite.ranks.report import Account, Call, Message, Report, write_report
@@ -44,7 +45,7 @@ from titanlite.ranks.settings import (
 )
 from titanlite.ranks.signals import StopRequest
 from titanlite.ranks.thread_group import BACKEND, Exchange, ThreadGroup
-from titanlite.ranks.turns import Turns, current_rank
+from titanlite.ranks.turns import Turns, current_rank, is_rank
 
 # What torch keeps once for a process, and each rank needs for itself: the owners, as
 # "module:attributes", and what of them. Each rank begins without groups, and with its own copies of
@@ -61,6 +62,8 @@ OF_PROCESS = {
 }
 # Up to this many ranks, each has threads for all cores, which sleep while others run.
 MOST_WITH_ALL_CORES = 8
+# Up to this many ranks, memory is counted: until a step ends, its allocations take some MB a rank.
+MOST_COUNTED = 64
 
 
 class State:
@@ -166,6 +169,7 @@ class ThreadWorld:
         """Where the ranks were once none of them could go on."""
         self._patches, self._num_patched = contextlib.ExitStack(), 0
         self._before, self._states = State(), dict[int, State]()
+        self._allocations = dict[int, Allocations]()
 
     def run(self, function: Callable[..., Any], arguments: bytes) -> list[Any]:
         """`function(place, *arguments)` on every rank, each with arguments of its own."""
@@ -187,11 +191,39 @@ class ThreadWorld:
     def _enter(self, rank: int) -> None:
         if rank in self._states:
             self._states[rank].apply()
-            return
-        self._before.begin()
+        else:
+            self._before.begin()
 
     def _leave(self, rank: int) -> None:
         self._states[rank] = State(self._states.get(rank))
+
+    @contextlib.contextmanager
+    def counting_memory(self) -> Iterator[None]:
+        """Inside, count what this rank allocates, until it starts a profiler of torch."""
+        if self.size > MOST_COUNTED:
+            yield
+            return
+        rank = current_rank()
+        self._allocations[rank] = Allocations()
+        self._allocations[rank].start()
+        try:
+            yield
+        finally:
+            self._stop_counting()
+
+    def peak_bytes(self) -> int | None:
+        """The most that this rank had allocated at a time; None if that is not counted."""
+        own = self._allocations.get(current_rank())
+        if own is None:
+            return None
+        own.stop()
+        own.start()
+        return own.peak_bytes
+
+    def _stop_counting(self) -> None:
+        own = self._allocations.pop(current_rank(), None)
+        if own is not None:
+            own.stop()
 
     def describe(self) -> str:
         """Where each rank is, and what it waits for; a line for each."""
@@ -335,10 +367,30 @@ def _threaded_groups() -> Iterator[None]:
             patch.object(c10d, "_new_process_group_helper", threaded),
             patch.object(c10d, "split_group", _split_group),
             patch.object(dist, "split_group", _split_group),
+            _profilers_first(),
         ):
             yield
     finally:
         isolate(False)
+
+
+@contextlib.contextmanager
+def _profilers_first() -> Iterator[None]:
+    """Inside, a rank whose memory is counted may still start torch's profiler, which ends that."""
+    profiler: Any = torch.autograd.profiler
+
+    def first(start: Callable[..., Any]) -> Callable[..., Any]:
+        def starting(*args: Any, **kwargs: Any) -> Any:
+            if _world is not None and is_rank():
+                _world._stop_counting()
+            return start(*args, **kwargs)
+
+        return starting
+
+    with contextlib.ExitStack() as exits:
+        for name in ("_prepare_profiler", "_enable_profiler"):
+            exits.enter_context(patch.object(profiler, name, first(getattr(profiler, name))))
+        yield
 
 
 def _split_group(

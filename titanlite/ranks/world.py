@@ -73,6 +73,20 @@ class World:
         """
         return contextlib.nullcontext() if self.watch is None else self.watch.explaining()
 
+    def counting_memory(self) -> AbstractContextManager[None]:
+        """A context in which `peak_allocated_bytes` is counted, for a rank that is a thread."""
+        if isinstance(self.watch, Watch) or self.watch is None:
+            return contextlib.nullcontext()
+        return self.watch.counting_memory()
+
+    def peak_allocated_bytes(self) -> int | None:
+        """The most that torch had allocated for this rank at a time; None: not counted."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        if isinstance(self.watch, Watch) or self.watch is None:
+            return None
+        return self.watch.peak_bytes()
+
     def patched(
         self, patch: Callable[[], AbstractContextManager[Any]] | None
     ) -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from titanlite.observe.metrics import (
     StepRecord,
     mfu,
     peak_flops_per_second,
-    peak_memory_bytes,
+    peak_process_bytes,
     read_metrics,
 )
 
@@ -285,10 +285,10 @@ def test_mfu_is_a_fraction_of_all_gpus_peak_and_none_where_unknown() -> None:
 
 
 def test_peak_memory_on_cpu_is_bytes_of_this_process() -> None:
-    before = peak_memory_bytes("cpu")
+    before = peak_process_bytes()
     block = bytearray(64 * 2**20)
     block[::4096] = b"x" * len(block[::4096])
-    after = peak_memory_bytes("cpu")
+    after = peak_process_bytes()
     # Between 10 MB and 64 GB only if the unit is right: a Python with torch takes a few 100 MB.
     assert 10e6 < before < 64e9
     assert after >= before
