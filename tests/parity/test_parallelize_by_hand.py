@@ -654,8 +654,8 @@ def test_gradient_norm_and_clipping():
     assert all(on_ranks(norm_and_clip, 4))
 
 
-def readme_snippet(world, snippet):
-    """The README's lines on a small model: with a dictionary as the plan, and a ParallelPlan."""
+def page_snippet(world, snippet):
+    """The page's lines on a small model: with a dictionary as the plan, and a ParallelPlan."""
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -702,10 +702,10 @@ def readme_snippet(world, snippet):
     return [name for name, _ in model.named_parameters()]
 
 
-def test_the_snippet_of_the_readme_runs_as_it_stands_there():
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+def test_the_snippet_of_the_features_runs_as_it_stands_there():
+    text = (Path(__file__).parents[2] / "docs/features.md").read_text(encoding="utf-8")
     start = r"steps\s+work on any model:\n\n```python\n"
     (snippet,) = re.findall(rf"{start}(.*?)```", text, re.S)
     assert "apply_ac" in snippet
-    names = on_ranks(readme_snippet, 4, snippet)[0]
+    names = on_ranks(page_snippet, 4, snippet)[0]
     assert len(names) == 6

@@ -10,7 +10,7 @@ from tests.promises.breaking import Break, Promise
 PROMISES = [
     Promise(
         "GPUs only if every rank has one",
-        "README.md",
+        "docs/features.md",
         "If every rank has a GPU, the job uses GPUs and NCCL, otherwise the CPU and gloo.",
         Break("choose_device", "available >= num_local_ranks", "available >= 1"),
         ("unit/ranks/test_launch.py", "unit/test_start.py"),
@@ -496,7 +496,7 @@ PROMISES = [
     Promise(
         "the memory of the largest rank",
         "docs/observe.md",
-        "peak of the largest rank: allocated bytes on CUDA",
+        "peak of the largest rank: what torch allocated on CUDA",
         Break(
             "Reporter.record",
             "own_bytes, process_bytes, any_stops, any_draws = most.tolist()",
