@@ -146,6 +146,9 @@ def name_parameters(names: Collection[str], runs: Sequence[RankRun], what: str) 
             return f"{shown}; all replicated over {axis})"
         if not chosen & replicated and replicated:
             return f"{shown}; all sharded over {axis})"
+    others = sorted(placed.keys() - chosen)
+    if len(chosen) > max(3, len(others)) and len(others) <= 6:
+        return f"{len(chosen)} of {len(placed)} {what}s (all but {listed(others)})"
     return f"{shown})"
 
 
