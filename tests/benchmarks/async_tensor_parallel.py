@@ -297,7 +297,7 @@ def time_layer(
             self.w1 = nn.Linear(dim, hidden, bias=False)
             self.w2 = nn.Linear(hidden, dim, bias=False)
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             return self.w2(torch.relu(self.w1(x)))
 
     class Block(nn.Module):
@@ -305,7 +305,7 @@ def time_layer(
             super().__init__()
             self.ffn = Inner(dim, hidden)
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             return self.ffn(x)
 
     with open_world(place) as world:

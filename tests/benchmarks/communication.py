@@ -143,9 +143,7 @@ def count_step(config: Any, world: Any) -> tuple[list[Collective], int]:
     class Recorder(TorchDispatchMode):
         """Records communication operators, below autograd and DTensor."""
 
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if any(issubclass(kind, DTensor) for kind in types):
                 # DTensor handles it first; this mode then sees the collectives that it calls.
                 return NotImplemented
@@ -167,12 +165,12 @@ def count_step(config: Any, world: Any) -> tuple[list[Collective], int]:
     class CountAlone(CommDebugMode):
         """CommDebugMode without its module hooks, which fail at a second forward pass."""
 
-        def __enter__(self) -> Any:
+        def __enter__(self):
             self.advanced_module_tracker.name = "Global"
             self.advanced_module_tracker.module_parents_dict["Global"] = set()
             return TorchDispatchMode.__enter__(self)
 
-        def __exit__(self, *error: Any) -> None:
+        def __exit__(self, *error):
             TorchDispatchMode.__exit__(self, *error)
 
     for _ in range(COUNTED_STEP - 1):

@@ -10,4 +10,5 @@ def write_files(page: Path, folder: Path) -> None:
         if name := re.match(r"# (\S+)\n", text):
             path = folder / name[1]
             path.parent.mkdir(exist_ok=True)
+            assert not path.exists() or path.read_text() == text, f"the page has another {path}"
             path.write_text(text)

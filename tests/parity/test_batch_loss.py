@@ -1,5 +1,6 @@
 """docs/losses.md: a loss over the whole batch is the loss of one process under every plan."""
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,8 @@ import torch
 from torch import nn
 
 import titanlite
-from clip.model import Clip, Sizes, contrastive
+from clip.loss import contrastive
+from clip.model import Clip, Sizes
 
 
 def mean(outputs, batch):
@@ -68,8 +70,9 @@ def each(outputs, batch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The files of the page, with wrong losses and batch statistics besides, to be imported."""
+    """The files of the example, with wrong losses and batch statistics besides, to be imported."""
     folder = tmp_path_factory.mktemp("clip")
+    shutil.copytree(PAGE.parent / "examples/clip", folder, dirs_exist_ok=True)
     write_files(PAGE, folder)
     (folder / "clip/mixed.py").write_text(MIXED)
     with (folder / "clip/__init__.py").open("a") as file:

@@ -1,6 +1,7 @@
 """docs/randomness.md: its DiT trains and verifies; runs with dropout start and resume alike."""
 
 import hashlib
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +27,9 @@ FIELDS = ("--model.name=dit_fields", "--training.dataset=dit_fields", "--trainin
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The files of the page, in a folder from which they can be imported."""
+    """The files of the example, in a folder from which they can be imported."""
     folder = tmp_path_factory.mktemp("dit")
+    shutil.copytree(PAGE.parent / "examples/dit", folder, dirs_exist_ok=True)
     write_files(PAGE, folder)
     # The same model with dropout instead of keyed noise.
     (folder / "dit/random.py").write_text(

@@ -167,7 +167,7 @@ def padded(shapes: list[tuple[int, int]]) -> int:
     ("policy", "number"), [("", 2 * L), (", always", 2 * L + 2), (", never", L + 1)]
 )
 def test_fsdp_gathers_table_and_head_as_one_unit(looked_at, policy: str, number: int) -> None:
-    """docs/fsdp.md: L + 1 units, and the tied weight counts once."""
+    """docs/design_parallel.md: L + 1 units, and the tied weight counts once."""
     outer, block = padded([*TABLE, (D, 1)]), padded(BLOCK)
     whole = outer + L * block
     again = {"": whole - outer - block, ", always": whole, ", never": 0}[policy]

@@ -61,7 +61,7 @@ PROMISES = [
     ),
     Promise(
         "ranks of tp do not share compiled code",
-        "docs/compile.md",
+        "docs/design_parallel.md",
         "titanlite adds the name of the rank's tp group and its tp coordinate to the key",
         Break("keep_caches_apart", ' {tp_mesh.get_local_rank()}"', '"'),
         (
@@ -365,7 +365,7 @@ PROMISES = [
     ),
     Promise(
         "DDP's buckets do not change",
-        "docs/data_parallel.md",
+        "docs/design_parallel.md",
         "The bucket layout is fixed before the first step, in reverse order of the parameters.",
         Break("apply_ddp", "_fix_layout(replica)", "pass"),
         (
@@ -414,7 +414,7 @@ PROMISES = [
     ),
     Promise(
         "the gradient norm is computed in float32",
-        "docs/mixed_precision.md",
+        "docs/design_experts_float8.md",
         "The gradient norm is also computed in at least float32",
         Break(
             "gradient_norm",

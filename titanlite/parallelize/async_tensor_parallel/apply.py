@@ -34,8 +34,8 @@ _FUSED = {
 LEAST_COMPILED_FLOPS = 100e6
 """Break-even size of a chunk's product in blocks compiled for CPU, if the link is not slow.
 
-With smaller products a ring is slower than a collective (measured, docs/async_tp.md). In eager
-mode a ring is never slower."""
+With smaller products a ring is slower than a collective (measured, docs/design_parallel.md). In
+eager mode a ring is never slower."""
 
 
 def has_ring_styles(model: nn.Module, plan: ParallelPlan) -> bool:

@@ -287,7 +287,11 @@ def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
         else:
             # Others of the same placement agree, so that this may be a coincidence.
             also = e.factor(factor)
-            how = "summed or multiplied by it" if factor > 1 else "averaged over it, or divided by it,"
+            how = (
+                "summed or multiplied by it"
+                if factor > 1
+                else "averaged over it, or divided by it,"
+            )
             hint = f"; {factor:.6g} is also {also}: see whether they are {how} once too often"
             yield Explained(
                 f"{who} {be(who)} {times(factor)} as large as on one process"
