@@ -1,4 +1,4 @@
-"""Verifies the jobs and plans of the table in torchtitan.md, and writes the table.
+"""Verifies the jobs and plans of the table in evidence/torchtitan.md, and writes the table.
 
 python docs/make_torchtitan.py            # all rows, each in a process of its own
 python docs/make_torchtitan.py gpt_oss    # those whose job has this in its name; others stay
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).with_name("torchtitan.md")
+PAGE = Path(__file__).with_name("evidence") / "torchtitan.md"
 HEAD = "| job | plan | backend | verdict | largest difference | seconds |"
 RULE = "| --- | --- | --- | --- | --- | --- |"
 
@@ -60,7 +60,7 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
 
 def main(chosen: str = "") -> None:
     table = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    known = dict(zip(ROWS, table[table.index(RULE) + 1 :], strict=False)) if RULE in table else {}
+    known = dict(zip(ROWS, table[table.index(HEAD) + 2 :], strict=False)) if HEAD in table else {}
     lines = []
     for row in ROWS:
         line = known.get(row)

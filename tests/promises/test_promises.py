@@ -15,6 +15,10 @@ NUMBER = 65
 """Sixty at first; a new page brings its own."""
 
 
+# Pages that promise nothing of their own: lists, and how things work inside.
+WITHOUT = {f"docs/{name}.md" for name in ("commands", "index", "verify_bugs", "verify_how")}
+
+
 def name_of(promise: Promise) -> str:
     return promise.name
 
@@ -24,7 +28,7 @@ def test_every_page_has_a_promise() -> None:
     names = {promise.name for promise in PROMISES}
     assert len(PROMISES) == len(names) == NUMBER
     assert names >= set(FIRST_SURVIVORS)
-    assert {promise.page for promise in PROMISES} == {*pages, "docs/lab/README.md"}
+    assert {promise.page for promise in PROMISES} == {*pages, "docs/lab/README.md"} - WITHOUT
 
 
 @pytest.mark.parametrize("promise", PROMISES, ids=name_of)
