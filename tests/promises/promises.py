@@ -127,7 +127,7 @@ PROMISES = [
     ),
     Promise(
         "a watchdog that fails says so",
-        "docs/faults.md",
+        "docs/design_runs.md",
         "If the watchdog itself fails, it prints a line and the run continues",
         Break("Watch._give_up", "elif not self._store_is_lost:", "elif self._closing:"),
         ("unit/ranks/test_faults.py", "unit/ranks/test_fault_report.py"),
@@ -607,7 +607,7 @@ PROMISES = [
     ),
     Promise(
         "gathered keys overlap with computation",
-        "docs/plan_published_cp.md",
+        "docs/plan_published.md",
         "titanlite's messages overlap with computation in compiled blocks, too.",
         Break(
             "Gather._blocks",
@@ -623,14 +623,14 @@ PROMISES = [
     ),
     Promise(
         "a plan leaves 8% of the memory free",
-        "docs/plan_search.md",
+        "docs/plan.md",
         "Plans that leave less than 8% of the memory free",
         Break("Evaluator._fits", " * (1 - MARGIN)", ""),
         ("unit/tools/planner/test_plan_search.py",),
     ),
     Promise(
         "all-reduces in a tree",
-        "docs/plan_time.md",
+        "docs/plan.md",
         "A collective is a ring (all-reduces also a tree, if that is faster).",
         Break("Cost._latency", "return min(2 * max(ring, 0.0), tree)", "return 2 * max(ring, 0.0)"),
         ("unit/tools/planner/test_plan_timing.py",),

@@ -421,7 +421,7 @@ TOPICS = {
         "From how many rows on does a product take longer to compute than to read its weights?",
         "w peak / (2 memory bandwidth)",
         _roofline,
-        "plan_time.md",
+        "plan.md",
         is_timed=True,
     ),
 }
