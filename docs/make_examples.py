@@ -19,14 +19,16 @@ def main() -> None:
 
 
 def written(page: str) -> str:
-    """The page with what each command prints, without the table and what is also seen."""
+    """The page with what each command prints, without tables and what is also seen."""
 
     def block(found: re.Match[str]) -> str:
         header, _, *rest = output(FOLDER / found[1], *found[2].split()).split("\n\n")
         verdict = re.sub(r"(DIFFERS:.*|AGREES:)[^$]*", r"\1", rest[0])
         verdict = re.sub(r" \(\d+\.\d s\)$", "", verdict)
         causes = [f"\n{text.strip()}\n" for text in rest[1:2]] + ["[...]\n"] * (len(rest) > 2)
-        shown = f"{header}\n[...]\n{verdict} [...]\n{''.join(causes)}"
+        shown = f"{verdict} [...]\n{''.join(causes)}"
+        if not verdict.startswith("AGREES"):
+            shown = f"{header}\n[...]\n{shown}"
         return f"$ python docs/examples/{found[1]}{found[2]}\n{shown}"
 
     return BLOCK.sub(block, page)
