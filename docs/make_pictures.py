@@ -2,8 +2,8 @@
 
 python docs/make_pictures.py [--runs] [PAGE.md ...]
 
-If no pages are named, those of the lab's notes (lab_pictures.py) and of context parallelism
-(ring_pictures.py) are made too.
+If no pages are named, those of the lab's notes (lab_pictures.py), of context parallelism
+(ring_pictures.py) and of a terminal (differs.svg) are made too.
 
 `titanlite simulate` and `titanlite learn` give the same picture each time. With --runs, the
 `titanlite train` commands that are followed by a `cp` of a picture, or by a `titanlite plan` that
@@ -12,15 +12,30 @@ draws one, are run too: those pictures are of a real run, and take minutes.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+OWN = """
+[model]
+name = "plain"
+flavor = "small"
+[training]
+global_batch_size = 4
+local_batch_size = 4
+[parallelism]
+tensor_parallel_degree = 2
+[experimental]
+custom_import = "plain_model"
+"""
 
 
 def picture_commands(page: Path) -> list[list[str]]:
@@ -45,6 +60,60 @@ def _joined(page: Path) -> str:
     return re.sub(r" *\\\n *", " ", page.read_text(encoding="utf-8"))
 
 
+def draw_differs() -> str:
+    """SVG: `titanlite verify` of tests/parity/plain_model, with an error in its plan."""
+    command = ["verify", "own.toml", "--steps=2"]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "own.toml").write_text(OWN)
+        package = shutil.copytree(ROOT / "tests/parity/plain_model", Path(folder) / "plain_model")
+        entry = '"layers.*.w2": RowwiseParallel(output_layouts=%s())'
+        plan = (package / "plan.py").read_text().replace("import R", "import Partial, R")
+        (package / "plan.py").write_text(plan.replace(entry % "Replicate", entry % "Partial"))
+        run = [sys.executable, "-m", "titanlite", *command]
+        printed = subprocess.run(
+            run, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+        ).stdout.decode()
+    # The time is another on each machine.
+    printed = re.sub(r"\s\(\d+\.\d s\)$", "", printed, flags=re.MULTILINE)
+    return draw_terminal(" ".join(["$ titanlite", *command]), printed.rstrip().splitlines())
+
+
+def draw_terminal(command: str, printed: Sequence[str]) -> str:
+    """SVG: a terminal after `command`. It is dark on a light and on a dark page."""
+    lines = [command, *printed]
+    letter, height = 7.0, 17
+    width = round(2 * 18 + letter * max(map(len, lines)))
+    depth = 44 + height * len(lines) + 10
+    drawn = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {depth}" width="{width}" '
+        f'height="{depth}" font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" '
+        f'font-size="{letter / 0.602:.1f}" fill="#d6deeb">',
+        f"<title>{escape(command)}</title>",
+        f'<rect x="0.5" y="0.5" width="{width - 1}" height="{depth - 1}" rx="8" fill="#161b22" '
+        'stroke="#3d444d"/>',
+    ]
+    for number, colour in enumerate(("#ff5f57", "#febc2e", "#28c840")):
+        drawn.append(f'<circle cx="{20 + 18 * number}" cy="17" r="5.5" fill="{colour}"/>')
+    styles = {
+        r"^\$ .*": 'fill="#ffffff" font-weight="bold"',
+        r"^DIFFERS:": 'fill="#ff7b72" font-weight="bold"',
+        r"^likely cause:|^also seen:": 'fill="#7ee787" font-weight="bold"',
+        r"\S+ !(?: \(\d+ of \d+\))?": 'fill="#ff7b72"',
+    }
+    for row, line in enumerate(lines):
+        text = escape(line, quote=False)
+        for pattern, style in styles.items():
+            text = re.sub(pattern, rf"<tspan {style}>\g<0></tspan>", text)
+        # Each line has the width that it has in the font that the picture was laid out for.
+        drawn.append(
+            f'<text x="18" y="{48 + height * row}" textLength="{letter * len(line):g}" '
+            f'xml:space="preserve">{text}</text>'
+            if line
+            else ""
+        )
+    return "\n".join([*filter(None, drawn), "</svg>", ""])
+
+
 def main(arguments: Sequence[str]) -> int:
     sys.path.insert(0, str(ROOT))
     from titanlite.cli import main as titanlite
@@ -54,6 +123,7 @@ def main(arguments: Sequence[str]) -> int:
         from lab_pictures import main as draw_lab
         from ring_pictures import main as draw_rings
 
+        (ROOT / "docs/images/differs.svg").write_text(draw_differs())
         draw_lab([str(ROOT / "docs" / "images" / "lab")])
         draw_rings(ROOT / "docs" / "images" / "context_parallel")
     pages = [Path(name) for name in names] or sorted((ROOT / "docs").glob("*.md"))
