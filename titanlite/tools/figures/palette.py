@@ -1,10 +1,34 @@
-"""The colours of a diagram: hue for the microbatch, lightness for the kind of work."""
+"""The colours of diagrams: a hue for each kind of work, lighter for every second stage of a rank.
+
+Where the text of a cell is its stage, the hue is that of the microbatch (`fill`).
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from math import cos, pi, sin
 
+PHASES = {
+    "F": ("#9ecae1", "#c6dbef"),
+    "B": ("#fdae6b", "#fdd0a2"),
+    "I": ("#fdae6b", "#fdd0a2"),
+    "W": ("#74c476", "#b2dfb0"),
+}
+# What a picture has besides: text, quiet text, paper, idle time, lines; in light and in dark.
+INK, QUIET, PAPER, IDLE, GRID = "#1c1c1c", "#555555", "#ffffff", "#f1f1f1", "#e4e4e4"
+_DARK = {INK: "#e6edf3", QUIET: "#a9b4c0", PAPER: "#0d1117", IDLE: "#22272e", GRID: "#373e47"}
+# Text on a cell, which keeps its colour in the dark.
+ON_CELL = "#1b1b1b"
+STYLE = (
+    "<style>@media (prefers-color-scheme: dark) {"
+    + "".join(
+        f"[{part}='{light}']{{{part}:{dark}}}"
+        for light, dark in _DARK.items()
+        for part in ("fill", "stroke")
+    )
+    + "}</style>"
+)
+"""For an SVG: its colours on a dark page."""
 _LIGHTNESS = {"F": 0.84, "B": 0.68, "I": 0.68, "W": 0.54}
 MOVING = {"SEND": "#b9b9b9", "FETCH": "#8a8a8a", "REDUCE_GRAD": "#4d4d4d"}
 OTHER = "#8a8a8a"
@@ -31,12 +55,12 @@ def fill(kind: str, microbatch: int | None, num_microbatches: int) -> str:
 
 def ink(kind: str) -> str:
     """The colour of text on a cell of this kind."""
-    return "#ffffff" if kind == "W" else "#1c1c1c"
+    return "#ffffff" if kind == "W" else ON_CELL
 
 
 def line(row: int, num_rows: int) -> str:
     """The colour of a row's curve; rows range from violet to green."""
-    return _oklch_to_hex(0.42 + 0.33 * row / max(1, num_rows - 1), 0.12, 300 - 150 * row / num_rows)
+    return _oklch_to_hex(0.55 + 0.22 * row / max(1, num_rows - 1), 0.12, 300 - 150 * row / num_rows)
 
 
 def _oklch_to_hex(lightness: float, chroma: float, hue_degrees: float) -> str:
