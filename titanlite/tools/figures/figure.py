@@ -5,11 +5,20 @@ pyplot keeps global state and looks for a display.
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+GRID = "#e5e7eb"
+# For a dark page: paper and points that are not filled, text and axes, and the grid.
+_STYLE = """<style>@media (prefers-color-scheme: dark) {
+text {fill: #e6edf3} [style*="fill: #ffffff"] {fill: #0d1117 !important}
+[style*="stroke: #000000"] {stroke: #a9b4c0 !important}
+[style*="stroke: #e5e7eb"] {stroke: #373e47 !important}}</style>
+"""
 
 
 def make_figure(width: float, height: float) -> Figure:
@@ -21,7 +30,17 @@ def make_figure(width: float, height: float) -> Figure:
 
 def save_figure(figure: Figure, path: str | Path) -> None:
     """Write `figure` as the suffix of `path` says, .png or .svg."""
+    if Path(path).suffix.lower() == ".svg":
+        Path(path).write_text(figure_svg(figure), encoding="utf-8")
+    else:
+        figure.savefig(path, facecolor="white")
+
+
+def figure_svg(figure: Figure) -> str:
+    """`figure` as a self-contained SVG, in light and in dark."""
     # No date and no random identifiers: equal figures give equal files.
+    file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "titanlite", "svg.fonttype": "none"}):
-        metadata = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
-        figure.savefig(path, facecolor="white", metadata=metadata)
+        figure.savefig(file, format="svg", facecolor="white", metadata={"Date": None})
+    head, defs, rest = file.getvalue().partition(" <defs>")
+    return head + _STYLE + defs + rest

@@ -16,14 +16,16 @@ PHASES = {
 }
 # What a picture has besides: text, quiet text, paper, idle time, lines; in light and in dark.
 INK, QUIET, PAPER, IDLE, GRID = "#1c1c1c", "#555555", "#ffffff", "#f1f1f1", "#e4e4e4"
-_DARK = {INK: "#e6edf3", QUIET: "#a9b4c0", PAPER: "#0d1117", IDLE: "#22272e", GRID: "#373e47"}
+FAINT = "#c8c8c8"
+_LIGHT = (INK, QUIET, PAPER, IDLE, GRID, FAINT)
+_DARK = ("#e6edf3", "#a9b4c0", "#0d1117", "#22272e", "#373e47", "#545d68")
 # Text on a cell, which keeps its colour in the dark.
 ON_CELL = "#1b1b1b"
 STYLE = (
     "<style>@media (prefers-color-scheme: dark) {"
     + "".join(
-        f"[{part}='{light}']{{{part}:{dark}}}"
-        for light, dark in _DARK.items()
+        f'[{part}="{light}"]{{{part}:{dark}}}'
+        for light, dark in zip(_LIGHT, _DARK, strict=True)
         for part in ("fill", "stroke")
     )
     + "}</style>"

@@ -27,8 +27,8 @@ def _tokens(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _milliseconds(value: float) -> str:
-    return f"{1000 * value:g} ms"
+def _seconds(value: float) -> str:
+    return f"{value:g} s" if value >= 1 else f"{1000 * value:g} ms"
 
 
 def _gigabytes(value: float) -> str:
@@ -63,7 +63,7 @@ def dp() -> str:
         "Data parallelism: compute or communication?",
         series,
         ChartAxis("tokens of a GPU in a step", is_log=True, show=_tokens, ticks=tokens[::2]),
-        ChartAxis("seconds", is_log=True, show=_milliseconds),
+        ChartAxis("seconds", is_log=True, show=_seconds),
         caption="Llama 3 8B in bfloat16 on H100, at the peaks of the data sheet",
         markers=markers,
     )
@@ -117,7 +117,7 @@ def tp() -> str:
             Series("collectives: 8 (n-1)/n w tokens D / bandwidth", sent, "dashed", 1),
         ],
         ChartAxis("degree n", is_log=True, ticks=degrees),
-        ChartAxis("seconds of a block, forward and backward", is_log=True, show=_milliseconds),
+        ChartAxis("seconds of a block, forward and backward", is_log=True, show=_seconds),
         caption="Llama 3 8B, 8,192 tokens, bfloat16, H100: NVLink in nodes of 8, else 400 Gb/s",
         markers=[ReferenceLine("a node", x=8)],
     )
