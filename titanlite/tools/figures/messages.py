@@ -142,10 +142,10 @@ class _Layout:
 
     def __init__(self, picture: MessagePicture, unit: float = 0.0, first: int = 0) -> None:
         self.picture, self.first = picture, first
-        longest = max((len(arrow.text) for arrow in picture.arrows), default=0)
+        longest = max((len(line) for one in picture.arrows for line in _lines(one)), default=0)
         boxes = max((len(box.text) for box in picture.boxes), default=0)
-        bars = 44.0 if picture.bars and not picture.boxes else 28.0
-        self.unit = unit or max(bars, 1.06 * LETTER * longest + 12, LETTER * boxes + 7)
+        least = 28.0 if picture.boxes else 44.0 if picture.bars else 64.0
+        self.unit = unit or max(least, 1.15 * LETTER * longest + 10, LETTER * boxes + 7)
         self.left = 24 + LETTER * max(map(len, [*picture.rows, ""]))
         before, after = (max(map(len, [*side, ""])) for side in (picture.before, picture.after))
         self.left += (16 + 1.1 * LETTER * before) * bool(before)
@@ -195,8 +195,11 @@ class _Layout:
             # On the side of a box from which the arrow does not start.
             aside = self.aside(arrow, arrow.source)
             x, y = self.x(arrow.start) + 8, self.y(arrow.source)
+            lines = _lines(arrow)
+            y -= 12 * (len(lines) - 1) if aside >= 0 else 0
             y -= 6 if not aside else 20 if aside > 0 else -29
-            drawing.text(x, y, escape(arrow.text), size=11, more=HALO)
+            for number, line in enumerate(lines):
+                drawing.text(x, y + 12 * number, escape(line), size=11, more=HALO)
         return drawing.svg()
 
     def arrow(self, drawing: Drawing, arrow: Arrow) -> None:
@@ -222,7 +225,9 @@ class _Layout:
             drawing.text(x + width / 2, y, escape(box.text), "middle", ON_CELL, 11)
 
     def bar(self, drawing: Drawing, bar: Bar, lane: int, num_lanes: int) -> None:
-        width = (self.unit - 10) / num_lanes
+        arrives = {one.target for one in self.picture.arrows if one.start == bar.start}
+        # The head of an arrow is to the right of the bar.
+        width = (self.unit - (10 if arrives.isdisjoint(bar.rows) else 22)) / num_lanes
         x = self.x(bar.start) + 5 + lane * width
         top, bottom = self.y(min(bar.rows)) - 16, self.y(max(bar.rows)) + 16
         with drawing.titled(escape(bar.hover or bar.text)):
@@ -232,10 +237,15 @@ class _Layout:
             # Upright, in several lines if it is too long for one.
             lines = _wrapped(bar.text, int((bottom - top) / LETTER))
             for number, line in enumerate(lines):
-                middle_x = x + width / 2 + 4 + 13 * (number - (len(lines) - 1) / 2)
+                middle_x = x + width / 2 + 4 + 12 * (number - (len(lines) - 1) / 2)
                 middle_y = (top + bottom) / 2
                 turned = f' transform="rotate(-90 {middle_x:g} {middle_y:g})"'
                 drawing.text(middle_x, middle_y, escape(line), "middle", ON_CELL, 11, more=turned)
+
+
+def _lines(arrow: Arrow) -> list[str]:
+    """Its text, with the size on a line of its own."""
+    return re.split(r", (?=\d)", arrow.text)
 
 
 def _lane(bar: Bar, bars: Sequence[Bar]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from titanlite.tools.figures.figure import GRID, make_figure, save_figure
 
 _MARKERS = "osD^vPX"
 _GREY = "#767676"
-_TITLE_WIDTH = 110
+_TITLE_WIDTH = 88
 _MOST_LABELS = 6  # as many names of points stay readable
 _LEAST_DISTANCE = 0.045  # between names, as a share of the height
 
@@ -67,7 +67,7 @@ def save_sweep(
 
     Points on a front are filled.
     """
-    figure = make_figure(11, 5)
+    figure = make_figure(8.85, 4.6)
     left, right = figure.subplots(1, 2)
     names = list(dict.fromkeys(point.series for point in points))
     # Later series are smaller, so that points in one place are all seen.
@@ -130,7 +130,7 @@ def _name(axes: Axes, text: str, place: tuple[float, float], above: float) -> No
         textcoords="offset points",
         xytext=(-7 if is_right else 7, above),
         ha="right" if is_right else "left",
-        fontsize=8,
+        fontsize=9,
         color=_GREY,
         parse_math=False,
     ).set_in_layout(above < 0)  # the names of lines are outside the points
