@@ -114,7 +114,6 @@ def draw(path: Path, curves: Mapping[str, list[Curve]]) -> None:
     axes.grid(axis="x", color=GRID)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -57,10 +58,10 @@ def draw_chart(
     figure = make_figure(8.85, 4.3 + 0.2 * len(series))
     axes = figure.add_subplot()
     axes.margins(y=0.12)  # room for the texts of markers
-    looks = {"line": {"linestyle": "-"}, "dashed": {"linestyle": "--"}}
-    points = {"linestyle": "", "marker": "o", "markersize": 6.0, "zorder": 3}
+    points: dict[str, Any] = {"linestyle": "", "marker": "o", "zorder": 3}
+    looks = {"line": {"linestyle": "-"}, "dashed": {"linestyle": "--"}, "points": points}
     for one in series:
-        look = looks.get(one.style, points)
+        look = looks[one.style]
         color = COLORS[one.color % len(COLORS)]
         xs, ys = zip(*one.points, strict=True)
         axes.plot(xs, ys, label=one.name, gid=one.name, color=color, linewidth=2, **look)
@@ -74,24 +75,20 @@ def draw_chart(
             drawn.set_ticks(axis.ticks)
         drawn.set_minor_locator(NullLocator())
         drawn.set_major_formatter(FuncFormatter(lambda value, _, show=axis.show: show(value)))
+    line: dict[str, Any] = {"color": _QUIET, "linestyle": ":", "linewidth": 1.2}
     for marker in markers:
-        is_across = marker.x is None
-        draw = axes.axhline if is_across else axes.axvline
-        draw(marker.y if is_across else marker.x, color=_QUIET, linestyle=":", linewidth=1.2)
-        place = (0.99, marker.y) if is_across else (marker.x, 0.98)
-        along = axes.get_yaxis_transform() if is_across else axes.get_xaxis_transform()
-        is_right = is_across or axes.transData.transform((marker.x, 1))[0] > axes.bbox.x1 * 0.6
-        axes.annotate(
-            marker.text,
-            place,
-            xycoords=along,
-            xytext=(-5 if is_right else 5, 2 if is_across else 0),
-            textcoords="offset points",
-            ha="right" if is_right else "left",
-            va="bottom" if is_across else "top",
-            color=_QUIET,
-            fontsize=9,
-        )
+        text: dict[str, Any] = {"textcoords": "offset points", "color": _QUIET, "fontsize": 9}
+        if marker.x is None:
+            at = marker.y or 0.0
+            axes.axhline(at, **line)
+            text |= {"xycoords": axes.get_yaxis_transform(), "xytext": (-5, 2), "ha": "right"}
+            axes.annotate(marker.text, (0.99, at), **text)
+            continue
+        axes.axvline(marker.x, **line)
+        is_right = axes.transData.transform((marker.x, 1))[0] > axes.bbox.x1 * 0.6
+        text |= {"xycoords": axes.get_xaxis_transform(), "va": "top"}
+        text |= {"xytext": (-5 if is_right else 5, 0), "ha": "right" if is_right else "left"}
+        axes.annotate(marker.text, (marker.x, 0.98), **text)
     axes.set_xlabel(x.label)
     axes.set_ylabel(y.label)
     axes.grid(color=GRID, linewidth=0.8)

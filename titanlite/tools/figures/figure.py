@@ -21,19 +21,21 @@ text {fill: #e6edf3} [style*="fill: #ffffff"] {fill: #0d1117 !important}
 """
 
 
-def make_figure(width: float, height: float) -> Figure:
+def make_figure(width: float, height: float, dpi: float = 110) -> Figure:
     """An empty figure of `width` x `height` inches."""
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write `figure` as the suffix of `path` says, .png or .svg."""
-    if Path(path).suffix.lower() == ".svg":
-        Path(path).write_text(figure_svg(figure), encoding="utf-8")
+    """Write `figure` as the suffix of `path` says, as .svg or as a PNG, into its folder."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix.lower() == ".svg":
+        path.write_text(figure_svg(figure), encoding="utf-8")
     else:
-        figure.savefig(path, facecolor="white")
+        figure.savefig(path, format="png", facecolor="white")
 
 
 def figure_svg(figure: Figure) -> str:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
+from typing import Any
 
 from titanlite.tools.figures.canvas import RANKS, Drawing
 from titanlite.tools.figures.page_file import FOLDER, make_page
@@ -97,21 +98,17 @@ def draw_svg(picture: MessagePicture) -> str:
 
 def _part(picture: MessagePicture, start: int, end: int) -> MessagePicture:
     """The steps from `start` to `end` alone, counted from 0; only the first part has titles."""
+
+    def moved(shapes: Sequence[Any]) -> list[Any]:
+        return [replace(s, start=s.start - start) for s in shapes if start <= s.start < end]
+
+    titles = {} if start == 0 else {"title": "", "caption": ""}
     return replace(
         picture,
-        title=picture.title if start == 0 else "",
-        caption=picture.caption if start == 0 else "",
+        **titles,
         length=min(end, picture.length) - start,
-        arrows=[
-            replace(one, start=one.start - start)
-            for one in picture.arrows
-            if start <= one.start < end
-        ],
-        bars=[
-            replace(one, start=one.start - start)
-            for one in picture.bars
-            if start <= one.start < end
-        ],
+        arrows=moved(picture.arrows),
+        bars=moved(picture.bars),
         boxes=[
             replace(one, start=max(one.start, start) - start, end=min(one.end, end) - start)
             for one in picture.boxes
@@ -147,14 +144,14 @@ class _Layout:
         least = 28.0 if picture.boxes else 44.0 if picture.bars else 64.0
         self.unit = unit or max(least, 1.15 * LETTER * longest + 10, LETTER * boxes + 7)
         self.left = 24 + LETTER * max(map(len, [*picture.rows, ""]))
-        before, after = (max(map(len, [*side, ""])) for side in (picture.before, picture.after))
-        self.left += (16 + 1.1 * LETTER * before) * bool(before)
+        sides = [max(map(len, [*side, ""])) for side in (picture.before, picture.after)]
+        before, after = ((12 + 1.1 * LETTER * length) * bool(length) for length in sides)
+        self.left += before
         self.right = self.x(picture.length)
-        after = 12 + (12 + 1.1 * LETTER * after) * bool(after)
-        self.beside = self.left + after
+        self.beside = self.left + 12 + after
         self.top = 84 if picture.title else 36
         titles = LETTER * max(1.2 * len(picture.title), len(picture.caption)) + 24
-        self.width = max(self.right + after, titles)
+        self.width = max(self.right + 12 + after, titles)
         self.height = self.top + ROW * (len(picture.rows) - 1) + 56
 
     def x(self, step: float) -> float:
