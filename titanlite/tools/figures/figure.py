@@ -12,12 +12,13 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-GRID = "#e5e7eb"
+from titanlite.tools.figures.palette import GRID as GRID
+
 # For a dark page: paper and points that are not filled, text and axes, and the grid.
 _STYLE = """<style>@media (prefers-color-scheme: dark) {
 text {fill: #e6edf3} [style*="fill: #ffffff"] {fill: #0d1117 !important}
 [style*="stroke: #000000"] {stroke: #a9b4c0 !important}
-[style*="stroke: #e5e7eb"] {stroke: #373e47 !important}}</style>
+[style*="stroke: #e4e4e4"] {stroke: #373e47 !important}}</style>
 """
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from titanlite.schedule.timeline import NAMES, WORK, Span, Timeline
 from titanlite.tools.figures import palette
+from titanlite.tools.figures.canvas import RANKS
 
 WIDTH = 850.0  # of a picture for a page of text, whose texts are read at this width
 _CURVES_HEIGHT = 90
@@ -119,11 +120,11 @@ class Canvas:
     def header(self) -> list[Mark]:
         """The title, the caption and the legend, in as many lines as they need."""
         timeline, y, found = self.timeline, 20.0, list[Mark]()
-        for line in textwrap.wrap(timeline.title, int((self.width - 20) / 9.2)):
-            found.append(Text(10, y, line, 14, weight="bold"))
+        for words in textwrap.wrap(timeline.title, int((self.width - 20) / 9.2)):
+            found.append(Text(10, y, words, 14, weight="bold"))
             y += 18
-        for line in textwrap.wrap(timeline.caption, int((self.width - 20) / _LETTER)):
-            found.append(Text(10, y, line, 11, palette.QUIET))
+        for words in textwrap.wrap(timeline.caption, int((self.width - 20) / _LETTER)):
+            found.append(Text(10, y, words, 11, palette.QUIET))
             y += _LINE
         legend = self.legend
         places = _flow([(text, 18.0) for text in legend], self.left, self.width - 60)
@@ -225,8 +226,7 @@ def _labels(canvas: Canvas) -> Iterator[Label]:
         if text:
             width = (span.end - span.start) * canvas.scale
             x, y = canvas.x(span.start) + width / 2, canvas.y(span.row) + height / 2
-            ink = palette.ink(span.kind) if timeline.is_by_stage else palette.ON_CELL
-            yield Label(x, y, text, ink, width, height)
+            yield Label(x, y, text, palette.ON_CELL, width, height)
 
 
 def _frame(canvas: Canvas) -> Iterator[Mark]:
@@ -308,11 +308,11 @@ def _curves(canvas: Canvas) -> Iterator[Mark]:
             points += [(x, points[-1][1]), (x, y)] if points else [(x, y)]
         if points:
             points.append((canvas.right, points[-1][1]))
-            yield Line(points, palette.line(row, len(timeline.curves)), 1.5, name)
+            yield Line(points, RANKS[row % len(RANKS)], 1.5, name)
     # The key: the colour of each row's curve.
     for (row, name), (x, line) in zip(shown_curves(timeline), key, strict=True):
         y = above + line * _LINE
-        yield Line([(x, y - 4), (x + 14, y - 4)], palette.line(row, len(timeline.curves)), 2.5)
+        yield Line([(x, y - 4), (x + 14, y - 4)], RANKS[row % len(RANKS)], 2.5)
         yield Text(x + 18, y, name, 11, palette.QUIET)
 
 

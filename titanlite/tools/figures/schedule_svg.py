@@ -84,7 +84,8 @@ def _elements(canvas: Canvas, with_hover: bool) -> Iterator[str]:
         elif kind is Label:
             yield from _labels(group)
         else:
-            yield from filter(None, map(_element, group))
+            draw: Any = {Box: _box, Text: _text, Line: _line}[kind]
+            yield from map(draw, group)
     yield "</svg>"
 
 
@@ -118,12 +119,8 @@ def _fits(label: Label, size: float) -> bool:
     return label.height >= size + 2 and label.width >= 0.6 * size * len(label.text)
 
 
-def _element(mark: Any) -> str:
-    if isinstance(mark, Box):
-        return f"{_rect(mark)}/>"
-    if isinstance(mark, Text):
-        return _text(mark)
-    return _line(mark)
+def _box(box: Box) -> str:
+    return f"{_rect(box)}/>"
 
 
 def _rect(box: Box) -> str:
@@ -154,8 +151,6 @@ def _line(line: Line) -> str:
 
 
 def _text(text: Text) -> str:
-    if not text.text:
-        return ""
     return (
         f"<text x='{text.x:.1f}' y='{text.y:.1f}' font-size='{text.size:g}' fill='{text.color}' "
         f"text-anchor='{text.anchor}' font-weight='{text.weight}'>{escape(text.text)}</text>"

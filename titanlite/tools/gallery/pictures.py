@@ -13,13 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.ticker import MaxNLocator
 
-from titanlite.tools.figures.chart import COLORS
 from titanlite.tools.figures.figure import GRID, make_figure, save_figure
 
 if TYPE_CHECKING:
     from titanlite.observe.metrics import StepRecord
 
-_TRAIN, _VALIDATION, _REFERENCE = COLORS[0], COLORS[1], "#6b7280"
+_TRAIN, _VALIDATION, _REFERENCE = "#1f5fa8", "#d1495b", "#6b7280"
 # The running mean is over 1/60 of the steps. If that is more than one step, the mean is drawn, and
 # the curve itself faintly.
 _STEPS_A_WINDOW = 60

@@ -23,16 +23,11 @@ WORD = 2  # bytes of a bfloat16
 GIGA = 1e9
 
 
-def _tokens(value: float) -> str:
-    return f"{value:,.0f}"
+_tokens = "{:,.0f}".format
 
 
 def _seconds(value: float) -> str:
     return f"{value:g} s" if value >= 1 else f"{1000 * value:g} ms"
-
-
-def _gigabytes(value: float) -> str:
-    return f"{value / GIGA:g} GB"
 
 
 def data_parallel_limit(hardware: Hardware, bytes_per_second: float) -> float:
@@ -163,7 +158,11 @@ def zero() -> str:
         "What the model takes of a GPU's memory",
         series,
         ChartAxis("ranks n", is_log=True, show=_tokens, ticks=ranks[::2]),
-        ChartAxis("bytes of a rank, without activations", is_log=True, show=_gigabytes),
+        ChartAxis(
+            "bytes of a rank, without activations",
+            is_log=True,
+            show=lambda value: f"{value / GIGA:g} GB",
+        ),
         caption="Llama 3 8B in float32 with AdamW: 16 bytes per parameter",
         markers=[ReferenceLine("80 GB", y=80 * GIGA)],
     )
