@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from titanlite.modules.attention.layout import LAYOUTS, Layout, Tile, make_layout
-from titanlite.tools.figures.canvas import FAINT, PAPER, RANKS, Drawing
+from titanlite.tools.figures.canvas import RANKS, Drawing
+from titanlite.tools.figures.palette import FAINT, PAPER, QUIET
 
 NUM_RANKS = 4
 COLOURS = RANKS[:NUM_RANKS]
@@ -20,7 +21,7 @@ COLOURS = RANKS[:NUM_RANKS]
 
 def draw_layouts(num_tokens: int = 32) -> str:
     """SVG: the causal score matrix under each layout, coloured by the rank that computes it."""
-    cell, gap, top, left = 7, 46, 66, 60
+    cell, gap, top, left = 7, 40, 66, 60
     side = num_tokens * cell
     drawing = Drawing(
         left + len(LAYOUTS) * (side + gap), top + side + 62, "Who computes what under each layout"
@@ -44,7 +45,7 @@ def draw_layouts(num_tokens: int = 32) -> str:
             y = top + side + 8 + rank * 13
             drawing.rectangle(x, y, side * count / sum(pairs), 10, COLOURS[rank])
             share = f"rank {rank}: {100 * count / sum(pairs):.0f}%"
-            drawing.text(x + side * count / sum(pairs) + 5, y + 9, share, size=10)
+            drawing.text(x + side * count / sum(pairs) + 5, y + 9, share, size=11)
     return drawing.svg()
 
 
@@ -66,7 +67,7 @@ def draw_ring(layout: Layout, n: int = 8) -> str:
         12,
         38,
         "left bar: queries; top bar: keys held; filled: computed; arrow: keys that travel on",
-        size=10,
+        size=11,
     )
     for step in range(layout.num_ranks):
         x = left + step * step_width
@@ -86,7 +87,7 @@ def draw_ring(layout: Layout, n: int = 8) -> str:
             if held:
                 _draw_block(drawing, x, y, side, n, rank, owner, held, layout)
             else:
-                drawing.text(x + side / 2, y + side / 2 + 4, "idle", "middle", FAINT)
+                drawing.text(x + side / 2, y + side / 2 + 4, "idle", "middle", QUIET)
     return drawing.svg()
 
 
@@ -108,7 +109,7 @@ def _draw_block(
     for tile in layout.tiles(rank, owner, n, causal=True):
         drawing.polygon(_outline(tile, x, y, unit), COLOURS[owner])
     part = "" if held == n else f", first {held} of {n}"
-    drawing.text(x + side / 2, y + side + 14, f"keys of {owner}{part}", "middle", size=10)
+    drawing.text(x + side / 2, y + side + 14, f"keys of {owner}{part}", "middle", size=11)
 
 
 def _outline(tile: Tile, x: float, y: float, unit: float) -> list[tuple[float, float]]:

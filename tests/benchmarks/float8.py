@@ -85,30 +85,36 @@ def train(
 
 
 def draw(path: Path, curves: Mapping[str, list[Curve]]) -> None:
-    """Draw the held-out loss by step: one line per seed, one colour per format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """Draw the last held-out loss of each recipe against float32's from the same seed."""
+    from titanlite.tools.figures.figure import GRID, make_figure, save_figure
 
-    figure = Figure(figsize=(8, 5), dpi=144, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(8.5, 2.4)
     axes = figure.add_subplot()
-    for name, of_seeds in curves.items():
-        for index, curve in enumerate(of_seeds):
-            axes.plot(
-                [step for step, _ in curve],
-                [loss for _, loss in curve],
-                color=COLOURS[name],
-                linewidth=1.2,
-                alpha=0.8,
-                label=None if index else name,
+    base = [curve[-1][1] for curve in curves["float32"]]
+    recipes = [name for name in curves if name != "float32"]
+    for row, name in enumerate(recipes):
+        for seed, curve in enumerate(curves[name]):
+            change = 100 * (curve[-1][1] / base[seed] - 1)
+            axes.plot(change, -row, "o", color=COLOURS[name], markersize=9)
+            axes.annotate(
+                f"seed {seed}",
+                (change, -row),
+                xytext=(0, 9),
+                textcoords="offset points",
+                ha="center",
+                fontsize=10,
             )
-    axes.set_xlabel("step")
-    axes.set_ylabel("held-out loss (nats per pixel)")
-    axes.set_title("digits, every linear layer of every block in float8; one line per seed")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    axes.axvline(0, color="#767676", linestyle=":")
+    axes.margins(x=0.1)
+    axes.set_ylim(-len(recipes) + 0.4, 0.6)
+    axes.set_yticks([-row for row in range(len(recipes))], recipes, fontsize=11)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.0f}%".replace("+0%", "0%"))
+    axes.set_xlabel(f"held-out loss at step {curves['float32'][0][-1][0]}, against float32's")
+    axes.set_title("digits, every linear layer of every block in float8", loc="left", fontsize=11)
+    axes.grid(axis="x", color=GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    save_figure(figure, path)
 
 
 def main() -> None:

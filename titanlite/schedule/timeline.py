@@ -56,7 +56,8 @@ class Timeline:
     `curves` maps a row's name to (time, value) corners of a step function, such as the
     activations a rank holds; `curves_label` says what is counted. `caption` is one line of
     figures under the title. If `until` is later than the end, the time axis extends to `until`, so
-    several pictures can share one scale.
+    several pictures can share one scale. A picture's cells have their microbatch as text and their
+    kind as colour; with `is_by_stage`, the stage as text and the microbatch as colour.
     """
 
     title: str
@@ -69,6 +70,7 @@ class Timeline:
     curves: Mapping[str, list[tuple[float, float]]] = field(default_factory=dict)
     curves_label: str = ""
     until: float = 0
+    is_by_stage: bool = False
 
     @cached_property
     def start(self) -> float:
@@ -96,6 +98,19 @@ class Timeline:
         """The text of a cell: a letter for the kind of work, and the stage."""
         letter = self.letters.get(span.kind)
         return "" if letter is None or span.stage is None else f"{letter}{span.stage}"
+
+    def cell(self, span: Span) -> str:
+        """The text of a cell in a picture."""
+        label = self.label(span)
+        is_whole = self.is_by_stage or not label or span.microbatch is None
+        return label if is_whole else f"{span.microbatch}"
+
+    @cached_property
+    def chunks(self) -> dict[tuple[int, int | None], int]:
+        """The place of each (row, stage) among the stages of its row."""
+        found = sorted({(s.row, s.stage or 0) for s in self.spans if s.kind in WORK})
+        first = {row: place for place, (row, _) in reversed(list(enumerate(found)))}
+        return {(row, stage): n - first[row] for n, (row, stage) in enumerate(found)}
 
     def describe(self, span: Span) -> str:
         """One line for a tooltip: row, work, start and end."""

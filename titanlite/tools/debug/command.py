@@ -8,7 +8,6 @@ import threading
 from bdb import BdbQuit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -37,9 +36,6 @@ the other ranks stand still meanwhile.
 In the debugger, `others` lists where every rank is and what it waits for. `q` ends the run.
 
 exit status: 0 the job has run, 1 it has not, 2 bad input"""
-
-# As many of them can be read across a page.
-STEPS_OF_A_LINE = 10
 
 EXAMPLE = "titanlite debug configs/tp2_fsdp2.toml --rank 3"
 
@@ -95,7 +91,7 @@ def _record(start: Start, path: str, step: int) -> int:
     source = job.config.job.config_file
     title = f"Step {step}{f' of {source}' if source else ''}: {job.dims.describe()}"
     caption = f"{len(record.messages)} messages and {len(record.calls)} collectives"
-    draw = partial(record.svg, most_steps=STEPS_OF_A_LINE) if path.endswith(".svg") else record.html
+    draw = record.svg if path.endswith(".svg") else record.html
     places = map(job.dims.describe_place, range(job.dims.world_size))
     rows = [f"rank {rank} ({place})" for rank, place in enumerate(places)]
     write(path, draw(title, caption, rows))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from titanlite.tools.figures.palette import INK, PAPER, STYLE
+
 # Okabe and Ito's colours, which colour-blind readers can tell apart; then other dark ones.
 RANKS = (
     *("#0072b2", "#e69f00", "#009e73", "#cc79a7"),
     *("#d55e00", "#56b4e9", "#7a5195", "#7f7f7f"),
 )
-INK, FAINT, PAPER = "#222222", "#c8c8c8", "#ffffff"
 
 
 class Drawing:
@@ -89,4 +90,4 @@ class Drawing:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
             f'width="{self.width:g}" height="{self.height:g}" font-family="sans-serif">'
         )
-        return "\n".join([head, *self.elements, "</svg>", ""])
+        return "\n".join([head, STYLE, *self.elements, "</svg>", ""])

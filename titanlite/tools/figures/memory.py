@@ -15,7 +15,7 @@ from titanlite.tools.figures.figure import make_figure, save_figure
 # Weights, gradients, optimizer state, activations, and weights that are fetched.
 KINDS_OF_MEMORY = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9")
 MOST_PANELS = 8
-_TITLE_WIDTH = 118
+_TITLE_WIDTH = 96
 
 
 class MemoryPanel(NamedTuple):
@@ -47,7 +47,7 @@ def save_memory(
     used = [i for i in range(len(kinds)) if any(c[1][i] for p in panels for c in p.corners)]
     rows = -(-len(shown) // 4)
     columns = -(-len(shown) // rows)
-    figure = make_figure(11, 2.6 + 1.9 * rows)
+    figure = make_figure(8.85, 2.6 + 1.9 * rows)
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[2.2, 1.9 * rows]).flat
     top = 1.08 * max(panel.peak for panel in panels) or 1
     bars = above.subplots()

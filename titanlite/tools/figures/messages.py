@@ -10,12 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
+from typing import Any
 
-from titanlite.tools.figures import palette
-from titanlite.tools.figures.canvas import FAINT, PAPER, RANKS, Drawing
+from titanlite.tools.figures.canvas import RANKS, Drawing
 from titanlite.tools.figures.page_file import FOLDER, make_page
+from titanlite.tools.figures.palette import FAINT, GRID, ON_CELL, PAPER, PHASES, QUIET, STYLE
 
-ROW, TOP, LETTER = 58, 84, 6.3
+ROW, LETTER = 58, 6.2
+WIDTH = 920  # of a line; a text of 11 pixels is read at 10 on a page
 HALO = f' paint-order="stroke" stroke="{PAPER}" stroke-width="3"'
 
 
@@ -70,14 +72,17 @@ class MessagePicture:
     held: Sequence[Sequence[Sequence[str]]] = ()
 
 
-def draw_svg(picture: MessagePicture, most_steps: int = 0) -> str:
+def draw_svg(picture: MessagePicture) -> str:
     """One self-contained SVG element; shapes have hover texts.
 
-    With `most_steps`, a longer picture goes on below, as lines of a text do.
+    A picture that is wider than a page goes on below, as lines of a text do.
     """
-    if not most_steps or picture.length <= most_steps:
-        return _Layout(picture).draw()
-    unit = _Layout(picture).unit
+    whole_line = _Layout(picture)
+    unit = whole_line.unit
+    num_lines = -(-picture.length // max(1, int((WIDTH - whole_line.beside) / unit)))
+    most_steps = -(-picture.length // max(1, num_lines))
+    if num_lines <= 1:
+        return whole_line.draw()
     lines = [
         _Layout(_part(picture, start, start + most_steps), unit, start)
         for start in range(0, picture.length, most_steps)
@@ -86,28 +91,24 @@ def draw_svg(picture: MessagePicture, most_steps: int = 0) -> str:
     whole = Drawing(round(width), round(height), escape(picture.title)).svg()
     drawn, y = [], 0.0
     for line in lines:
-        drawn.append(line.draw().replace("<svg ", f'<svg y="{y:g}" ', 1))
+        drawn.append(line.draw().replace(STYLE, "").replace("<svg ", f'<svg y="{y:g}" ', 1))
         y += line.height
     return whole.replace("</svg>", "".join(drawn) + "</svg>")
 
 
 def _part(picture: MessagePicture, start: int, end: int) -> MessagePicture:
     """The steps from `start` to `end` alone, counted from 0; only the first part has titles."""
+
+    def moved(shapes: Sequence[Any]) -> list[Any]:
+        return [replace(s, start=s.start - start) for s in shapes if start <= s.start < end]
+
+    titles = {} if start == 0 else {"title": "", "caption": ""}
     return replace(
         picture,
-        title=picture.title if start == 0 else "",
-        caption=picture.caption if start == 0 else "",
+        **titles,
         length=min(end, picture.length) - start,
-        arrows=[
-            replace(one, start=one.start - start)
-            for one in picture.arrows
-            if start <= one.start < end
-        ],
-        bars=[
-            replace(one, start=one.start - start)
-            for one in picture.bars
-            if start <= one.start < end
-        ],
+        arrows=moved(picture.arrows),
+        bars=moved(picture.bars),
         boxes=[
             replace(one, start=max(one.start, start) - start, end=min(one.end, end) - start)
             for one in picture.boxes
@@ -125,7 +126,11 @@ def draw_page(picture: MessagePicture) -> str:
     data = {**asdict(picture), "left": layout.left, "unit": layout.unit, "colors": RANKS}
     title = picture.title or "Messages between ranks"
     return make_page(
-        FOLDER / "messages", title, data, length=picture.length, overview=layout.draw()
+        FOLDER / "messages",
+        title,
+        data,
+        length=picture.length,
+        overview=layout.draw().replace(STYLE, ""),
     )
 
 
@@ -134,34 +139,39 @@ class _Layout:
 
     def __init__(self, picture: MessagePicture, unit: float = 0.0, first: int = 0) -> None:
         self.picture, self.first = picture, first
-        longest = max((len(arrow.text) for arrow in picture.arrows), default=0)
+        longest = max((len(line) for one in picture.arrows for line in _lines(one)), default=0)
         boxes = max((len(box.text) for box in picture.boxes), default=0)
-        self.unit = unit or max(44.0, LETTER * longest + 22, LETTER * boxes + 14)
-        before = max(map(len, [*picture.rows, ""])) + max(map(len, [*picture.before, ""]))
-        self.left = 34 + LETTER * before
+        least = 28.0 if picture.boxes else 44.0 if picture.bars else 64.0
+        self.unit = unit or max(least, 1.15 * LETTER * longest + 10, LETTER * boxes + 7)
+        self.left = 24 + LETTER * max(map(len, [*picture.rows, ""]))
+        sides = [max(map(len, [*side, ""])) for side in (picture.before, picture.after)]
+        before, after = ((12 + 1.1 * LETTER * length) * bool(length) for length in sides)
+        self.left += before
         self.right = self.x(picture.length)
-        after = 24 + LETTER * max(map(len, [*picture.after, ""]))
+        self.beside = self.left + 12 + after
+        self.top = 84 if picture.title else 36
         titles = LETTER * max(1.2 * len(picture.title), len(picture.caption)) + 24
-        self.width = max(self.right + after, titles)
-        self.height = TOP + ROW * (len(picture.rows) - 1) + 46
+        self.width = max(self.right + 12 + after, titles)
+        self.height = self.top + ROW * (len(picture.rows) - 1) + 56
 
     def x(self, step: float) -> float:
         return self.left + step * self.unit
 
     def y(self, row: int) -> float:
-        return TOP + row * ROW
+        return self.top + row * ROW
 
     def draw(self) -> str:
         picture = self.picture
         drawing = Drawing(round(self.width), round(self.height), escape(picture.title))
         drawing.text(12, 20, escape(picture.title), bold=True, size=13)
-        drawing.text(12, 38, escape(picture.caption), size=11, colour="#555555")
+        drawing.text(12, 38, escape(picture.caption), size=11, colour=QUIET)
         last = self.y(len(picture.rows) - 1)
         for step in range(picture.length + 1):
-            drawing.line(self.x(step), TOP - 22, self.x(step), last + 22, "#e9e9e9")
+            drawing.line(self.x(step), self.top - 22, self.x(step), last + 22, GRID)
+        drawing.text(12, last + 48, "step", colour=QUIET, size=11)
         for step in range(picture.length):
             middle = self.x(step + 0.5)
-            drawing.text(middle, last + 38, f"step {self.first + step}", "middle", "#777777", 10)
+            drawing.text(middle, last + 48, f"{self.first + step}", "middle", QUIET, 11)
         for row, name in enumerate(picture.rows):
             y = self.y(row)
             drawing.line(self.left, y, self.right, y, FAINT)
@@ -171,33 +181,50 @@ class _Layout:
                 drawing.text(self.left - 8, y + 4, escape(picture.before[row]), "end")
             if picture.after:
                 drawing.text(self.right + 8, y + 4, escape(picture.after[row]))
+        # Arrows pass behind the work of other rows.
+        for arrow in picture.arrows:
+            self.arrow(drawing, arrow)
         for bar in picture.bars:
             self.bar(drawing, bar, *_lane(bar, picture.bars))
         for box in picture.boxes:
             self.box(drawing, box)
         for arrow in picture.arrows:
-            self.arrow(drawing, arrow)
-        for arrow in picture.arrows:
-            x, y = self.x(arrow.start) + 8, self.y(arrow.source) - (16 if picture.boxes else 6)
-            drawing.text(x, y, escape(arrow.text), size=11, more=HALO)
+            # On the side of a box from which the arrow does not start.
+            aside = self.aside(arrow, arrow.source)
+            x, y = self.x(arrow.start) + 8, self.y(arrow.source)
+            lines = _lines(arrow)
+            y -= 12 * (len(lines) - 1) if aside >= 0 else 0
+            y -= 6 if not aside else 20 if aside > 0 else -29
+            for number, line in enumerate(lines):
+                drawing.text(x, y + 12 * number, escape(line), size=11, more=HALO)
         return drawing.svg()
 
     def arrow(self, drawing: Drawing, arrow: Arrow) -> None:
-        start = self.x(arrow.start) + 4, self.y(arrow.source)
-        end = self.x(arrow.start + 1) - 9, self.y(arrow.target)
+        leaves, arrives = (self.aside(arrow, row) for row in (arrow.source, arrow.target))
+        start = self.x(arrow.start) + 4, self.y(arrow.source) + leaves
+        end = self.x(arrow.start + 1) - 9, self.y(arrow.target) - arrives
         with drawing.titled(escape(arrow.hover or arrow.text)):
             drawing.circle(*start, 3, RANKS[arrow.source % len(RANKS)])
             drawing.arrow(start, end, RANKS[arrow.source % len(RANKS)], 1.8, opacity=0.9)
 
+    def aside(self, arrow: Arrow, row: int) -> int:
+        """How far an arrow stays below, or above, the line of a row that works meanwhile."""
+        works = any(
+            box.row == row and box.start <= arrow.start < box.end for box in self.picture.boxes
+        )
+        return 17 * works * (1 if arrow.target > arrow.source else -1)
+
     def box(self, drawing: Drawing, box: WorkBox) -> None:
-        x, width = self.x(box.start) + 2, (box.end - box.start) * self.unit - 4
+        x, width = self.x(box.start) + 1, (box.end - box.start) * self.unit - 2
         with drawing.titled(escape(f"{self.picture.rows[box.row]}: {box.text}")):
             drawing.rectangle(x, self.y(box.row) - 12, width, 24, _fill(box.text), "#999999")
             y = self.y(box.row) + 4
-            drawing.text(x + width / 2, y, escape(box.text), "middle", size=11)
+            drawing.text(x + width / 2, y, escape(box.text), "middle", ON_CELL, 11)
 
     def bar(self, drawing: Drawing, bar: Bar, lane: int, num_lanes: int) -> None:
-        width = (self.unit - 10) / num_lanes
+        arrives = {one.target for one in self.picture.arrows if one.start == bar.start}
+        # The head of an arrow is to the right of the bar.
+        width = (self.unit - (10 if arrives.isdisjoint(bar.rows) else 22)) / num_lanes
         x = self.x(bar.start) + 5 + lane * width
         top, bottom = self.y(min(bar.rows)) - 16, self.y(max(bar.rows)) + 16
         with drawing.titled(escape(bar.hover or bar.text)):
@@ -207,10 +234,15 @@ class _Layout:
             # Upright, in several lines if it is too long for one.
             lines = _wrapped(bar.text, int((bottom - top) / LETTER))
             for number, line in enumerate(lines):
-                middle_x = x + width / 2 + 4 + 13 * (number - (len(lines) - 1) / 2)
+                middle_x = x + width / 2 + 4 + 12 * (number - (len(lines) - 1) / 2)
                 middle_y = (top + bottom) / 2
                 turned = f' transform="rotate(-90 {middle_x:g} {middle_y:g})"'
-                drawing.text(middle_x, middle_y, escape(line), "middle", size=11, more=turned)
+                drawing.text(middle_x, middle_y, escape(line), "middle", ON_CELL, 11, more=turned)
+
+
+def _lines(arrow: Arrow) -> list[str]:
+    """Its text, with the size on a line of its own."""
+    return re.split(r", (?=\d)", arrow.text)
 
 
 def _lane(bar: Bar, bars: Sequence[Bar]) -> tuple[int, int]:
@@ -238,5 +270,5 @@ def _wrapped(text: str, length: int) -> list[str]:
 
 def _fill(name: str) -> str:
     """The colours of a schedule for F0, B3 and the like; one colour for all other work."""
-    found = re.fullmatch(r"([FBIW])(\d+)", name)
-    return palette.fill(found[1], int(found[2]), 8) if found else "#dfe9f2"
+    found = re.fullmatch(r"([FBIW])\d+|(forward|backward)", name)
+    return PHASES[found[1] or found[2][0].upper()][0] if found else "#dfe9f2"

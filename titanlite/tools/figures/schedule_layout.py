@@ -6,16 +6,20 @@ schedule_svg.py and schedule_png.py draw what `marks` yields; a page looks up `c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from titanlite.schedule.timeline import NAMES, WORK, Span, Timeline
 from titanlite.tools.figures import palette
+from titanlite.tools.figures.canvas import RANKS
 
+WIDTH = 850.0  # of a picture for a page of text, whose texts are read at this width
 _CURVES_HEIGHT = 90
-_KEY_STEP = 34
+_LETTER = 6.5  # the mean width of a letter of a text of 11 pixels
+_LINE = 17.0
 _BESIDE = ("FETCH", "REDUCE_GRAD")  # they run beside the work of their row
 
 
@@ -43,7 +47,7 @@ class Text(NamedTuple):
     y: float
     text: str
     size: float
-    color: str = "#1c1c1c"
+    color: str = palette.INK
     anchor: str = "start"
     weight: str = "normal"
 
@@ -77,27 +81,29 @@ class Canvas:
 
     timeline: Timeline
     left: float
-    top: float
     row_height: float
     scale: float
     work_height: float  # of the part of a row in which work is drawn
     lane_height: float = 0
+    legend: Mapping[str, str] = field(default_factory=dict)  # colours, by what they mean
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Canvas:
+    def of(cls, timeline: Timeline, width: float = 0) -> Canvas:
+        """With a `width` in pixels, or as wide as the texts of the cells need."""
         rows = len(timeline.rows)
-        work_height = 24.0 if rows <= 12 else 18.0 if rows <= 24 else 12.0 if rows <= 48 else 9.0
+        work_height = 24.0 if rows <= 12 else 16.0 if rows <= 24 else 12.0 if rows <= 48 else 9.0
         # Below the work there is a lane per kind of communication, then a gap to the next row.
         lane_height = work_height / 6 if timeline.lanes else 0.0
         row_height = work_height + lane_height * (len(timeline.lanes) + 1.5 * bool(timeline.lanes))
-        left = 14 + 6.2 * max((len(row) for row in timeline.rows), default=0)
+        left = 14 + _LETTER * max((len(row) for row in timeline.rows), default=0)
         duration = timeline.drawn_end - timeline.start or 1
-        longest = max((len(timeline.label(span)) for span in timeline.spans[:1000]), default=2)
+        longest = max((len(timeline.cell(span)) for span in timeline.spans[:1000]), default=2)
         shortest = min((s.end - s.start for s in timeline.spans if s.kind in WORK), default=1)
-        # Wide enough for the labels if that stays below 1,500 pixels, and never less than 700.
+        # Wide enough for the texts if that stays below 1,500 pixels, and never less than 700.
         wanted = (8 * longest + 6) / shortest * duration if shortest else 1500
-        scale = min(1500, max(700, wanted)) / duration
-        return cls(timeline, left, 64, row_height, scale, work_height, lane_height)
+        plot = width - left - 50 if width else min(1500, max(700, wanted))
+        lengths = plot / duration, work_height, lane_height
+        return cls(timeline, left, row_height, *lengths, legend=_legend([timeline]))
 
     @cached_property
     def strips(self) -> list[str]:
@@ -109,6 +115,28 @@ class Canvas:
     def strip_height(self) -> float:
         """The height of a strip; work without other kinds has one of its own size."""
         return (0.28 if len(self.strips) < 2 else 0.2) * self.work_height
+
+    @cached_property
+    def header(self) -> list[Mark]:
+        """The title, the caption and the legend, in as many lines as they need."""
+        timeline, y, found = self.timeline, 20.0, list[Mark]()
+        for words in textwrap.wrap(timeline.title, int((self.width - 20) / 9.2)):
+            found.append(Text(10, y, words, 14, weight="bold"))
+            y += 18
+        for words in textwrap.wrap(timeline.caption, int((self.width - 20) / _LETTER)):
+            found.append(Text(10, y, words, 11, palette.QUIET))
+            y += _LINE
+        legend = self.legend
+        places = _flow([(text, 18.0) for text in legend], self.left, self.width - 60)
+        for (text, fill), (x, line) in zip(legend.items(), places, strict=True):
+            if fill:
+                found.append(Box(x, y + line * _LINE - 9, 11, 11, fill))
+            found.append(Text(x + 15 * bool(fill), y + line * _LINE, text, 11, palette.QUIET))
+        return found
+
+    @cached_property
+    def top(self) -> float:
+        return 10 + max(mark.y for mark in self.header if isinstance(mark, Text | Box))
 
     def x(self, time: float) -> float:
         return self.left + (time - self.timeline.start) * self.scale
@@ -126,35 +154,37 @@ class Canvas:
 
     @property
     def width(self) -> float:
-        names = [name for _, name in shown_curves(self.timeline)]
-        legend = self.left + sum(_legend_step(kind) for kind in _kinds(self.timeline))
-        legend += 6.2 * len(self.timeline.batches_are) + 12 + 160 + 30
-        key = self.left + 6.2 * len(self.timeline.curves_label) + 16
-        key += sum(_KEY_STEP + 6.2 * len(name) for name in names)
-        title = 20 + 8.7 * len(self.timeline.title)
-        caption = 20 + 6.2 * len(self.timeline.caption)
-        return max(self.right + 46, 820, legend, key, title, caption)
+        return max(self.right + 50, WIDTH)
 
     @property
     def height(self) -> float:
-        return self.bottom + 34 + (_CURVES_HEIGHT + 46 if self.timeline.curves else 0)
+        curves = _CURVES_HEIGHT + 26 + _LINE * len({line for _, line in _key(self)})
+        return self.bottom + 30 + (curves if self.timeline.curves else 0)
 
 
-def canvases_of(timelines: Sequence[Timeline]) -> list[Canvas]:
-    """One canvas per timeline, all with the same scale and time axis, for comparison."""
+def canvases_of(timelines: Sequence[Timeline], width: float = 0) -> list[Canvas]:
+    """One canvas per timeline, all with the same scale and time axis, for comparison.
+
+    Those of a `width` have the legend once, and more than two are drawn without their curves.
+    """
     until = max(timeline.drawn_end for timeline in timelines)
-    canvases = [Canvas.of(replace(timeline, until=until)) for timeline in timelines]
-    scale, left = max(o.scale for o in canvases), max(o.left for o in canvases)
-    return [replace(o, scale=scale, left=left) for o in canvases]
+    if width and len(timelines) > 2:
+        timelines = [replace(timeline, curves={}) for timeline in timelines]
+    canvases = [Canvas.of(replace(timeline, until=until), width) for timeline in timelines]
+    scales, left = [one.scale for one in canvases], max(one.left for one in canvases)
+    canvases = [
+        replace(one, scale=min(scales) if width else max(scales), left=left) for one in canvases
+    ]
+    if width and len(canvases) > 1:
+        canvases = [replace(one, legend={}) for one in canvases]
+        canvases[0] = replace(canvases[0], legend=_legend(timelines))
+    return canvases
 
 
 def marks(canvas: Canvas) -> Iterator[Mark]:
     """All of a picture, from back to front."""
-    timeline = canvas.timeline
-    yield Box(0, 0, canvas.width, canvas.height, "#ffffff")
-    yield Text(10, 20, timeline.title, 14, weight="bold")
-    yield Text(10, 38, timeline.caption, 11, "#444444")
-    yield from _legend(canvas)
+    yield Box(0, 0, canvas.width, canvas.height, palette.PAPER)
+    yield from canvas.header
     yield from _frame(canvas)
     yield from cells(canvas)
     yield from _labels(canvas)
@@ -167,7 +197,6 @@ def cells(canvas: Canvas) -> Iterator[SpanBox]:
     timeline, lanes = canvas.timeline, canvas.timeline.lanes
     gap = 0.6 if canvas.work_height >= 12 else 0.3
     strip = canvas.strip_height
-    count = timeline.num_microbatches
     for span in timeline.spans:
         x, width = canvas.x(span.start), (span.end - span.start) * canvas.scale
         y, height = canvas.y(span.row) + gap, canvas.work_height - 2 * gap
@@ -180,72 +209,98 @@ def cells(canvas: Canvas) -> Iterator[SpanBox]:
             above = canvas.strips[::-1].index(span.kind) if span.kind in canvas.strips else 0
             y, height = y + height - (above + 1) * strip, strip
         width = max(0.4, width - min(0.6, 0.15 * width))
-        fill = palette.fill(span.kind, span.microbatch, count)
-        yield SpanBox(span, Box(x, y, width, height, fill))
+        yield SpanBox(span, Box(x, y, width, height, _fill(timeline, span)))
+
+
+def _fill(timeline: Timeline, span: Span) -> str:
+    if timeline.is_by_stage or span.kind not in palette.PHASES:
+        return palette.fill(span.kind, span.microbatch, timeline.num_microbatches)
+    return palette.PHASES[span.kind][timeline.chunks.get((span.row, span.stage), 0) % 2]
 
 
 def _labels(canvas: Canvas) -> Iterator[Label]:
     timeline = canvas.timeline
     height = canvas.work_height - len(canvas.strips) * canvas.strip_height
     for span in timeline.spans:
-        text = timeline.label(span) if span.kind in WORK else ""
+        text = timeline.cell(span) if span.kind in WORK else ""
         if text:
             width = (span.end - span.start) * canvas.scale
             x, y = canvas.x(span.start) + width / 2, canvas.y(span.row) + height / 2
-            yield Label(x, y, text, palette.ink(span.kind), width, height)
+            yield Label(x, y, text, palette.ON_CELL, width, height)
 
 
 def _frame(canvas: Canvas) -> Iterator[Mark]:
     rows = canvas.timeline.rows
     every = 1 if canvas.row_height >= 12 else 4
     width, height = canvas.right - canvas.left, canvas.bottom - canvas.top
-    yield Box(canvas.left, canvas.top, width, height, "#f1f1f1")
+    yield Box(canvas.left, canvas.top, width, height, palette.IDLE)
     bubbles = canvas.timeline.bubbles()
-    yield Text(canvas.right + 40, canvas.top - 6, "idle", 10, "#777777", "end")
+    yield Text(canvas.right + 42, canvas.top - 6, "idle", 11, palette.QUIET, "end")
     for row, name in enumerate(rows):
         if row % every == 0:
-            y = canvas.y(row) + canvas.work_height / 2 + 3.5
-            yield Text(canvas.left - 6, y, name, 10, anchor="end")
-            yield Text(canvas.right + 40, y, f"{bubbles[row]:.0%}", 10, "#777777", "end")
+            y = canvas.y(row) + canvas.work_height / 2 + 4
+            yield Text(canvas.left - 6, y, name, 11, anchor="end")
+            yield Text(canvas.right + 42, y, f"{bubbles[row]:.0%}", 11, palette.QUIET, "end")
 
 
 def _time_axis(canvas: Canvas) -> Iterator[Mark]:
     timeline, y = canvas.timeline, canvas.bottom
-    for tick in _ticks(timeline.drawn_end - timeline.start):
-        x = canvas.x(timeline.start + tick)
-        yield Line([(x, y), (x, y + 4)], "#999999")
-        yield Text(x, y + 15, f"{tick:g}", 10, "#555555", "middle")
-    yield Text(canvas.left - 6, y + 15, timeline.unit, 10, "#555555", "end")
+    length, unit, size = timeline.drawn_end - timeline.start, timeline.unit, 1.0
+    if unit == "ms" and length >= 1000:
+        length, unit, size = length / 1000, "s", 1000.0
+    for tick in _ticks(length):
+        x = canvas.x(timeline.start + size * tick)
+        yield Line([(x, y), (x, y + 4)], palette.QUIET)
+        yield Text(x, y + 16, f"{tick:g}", 11, palette.QUIET, "middle")
+    yield Text(canvas.left - 10, y + 16, unit, 11, palette.QUIET, "end")
 
 
-def _legend(canvas: Canvas) -> Iterator[Mark]:
-    timeline = canvas.timeline
-    x = canvas.left
-    for kind in _kinds(timeline):
-        yield Box(round(x), 48, 10, 10, palette.fill(kind, 0, timeline.num_microbatches))
-        yield Text(x + 14, 57, NAMES[kind], 10, "#444444")
-        x += _legend_step(kind)
-    count = timeline.num_microbatches
-    each = min(12, 160 / count)
-    yield Text(x, 57, f"{timeline.batches_are} 0", 10, "#444444")
-    x += 6.2 * len(timeline.batches_are) + 12
-    for microbatch in range(count):
-        yield Box(x + microbatch * each, 48, each, 10, palette.fill("F", microbatch, count))
-    yield Text(x + count * each + 4, 57, f"{count - 1}", 10, "#444444")
+def _legend(timelines: Sequence[Timeline]) -> dict[str, str]:
+    first = timelines[0]
+    kinds = {span.kind for timeline in timelines for span in timeline.spans}
+    if {"B", "I"} <= kinds:
+        kinds.remove("I")  # of the same colour
+    found = {NAMES[k]: _fill(first, Span(0, 0, 0, k, 0, 0)) for k in NAMES if k in kinds}
+    text = f"number: {first.batches_are}"
+    if first.is_by_stage:
+        text = f"number: stage; colour: {first.batches_are}"
+    elif any(place % 2 for timeline in timelines for place in timeline.chunks.values()):
+        text += "; lighter: every second stage of a row"
+    return {**found, text: ""}
+
+
+def _flow(items: Sequence[tuple[str, float]], left: float, right: float) -> list[tuple[float, int]]:
+    """The x and the line of each (text, width of its sign), as words of a paragraph."""
+    found, x, line = [], left, 0
+    for text, sign in items:
+        width = sign + _LETTER * len(text)
+        if x > left and x + width > right:
+            x, line = left, line + 1
+        found.append((x, line))
+        x += width + 14
+    return found
+
+
+def _key(canvas: Canvas) -> list[tuple[float, int]]:
+    """Where the names of the curves are."""
+    left = canvas.left + _LETTER * len(canvas.timeline.curves_label) + 14
+    return _flow([(name, 22.0) for _, name in shown_curves(canvas.timeline)], left, canvas.width)
 
 
 def _curves(canvas: Canvas) -> Iterator[Mark]:
     timeline = canvas.timeline
     if not timeline.curves:
         return
-    top, height = canvas.bottom + 46, _CURVES_HEIGHT
+    height, key = _CURVES_HEIGHT, _key(canvas)
+    top = canvas.height - height - 14
+    above = canvas.bottom + 38
     most = max((value for curve in timeline.curves.values() for _, value in curve), default=0) or 1
-    yield Text(canvas.left, top - 8, timeline.curves_label, 10, "#444444")
+    yield Text(canvas.left, above, timeline.curves_label, 11, palette.QUIET)
     # The values are counts, so ticks are whole numbers.
     for tick in (tick for tick in _ticks(most, 4) if tick == round(tick)):
         y = top + height * (1 - tick / most)
-        yield Line([(canvas.left, y), (canvas.right, y)], "#e4e4e4")
-        yield Text(canvas.left - 6, y + 3.5, f"{tick:g}", 10, "#555555", "end")
+        yield Line([(canvas.left, y), (canvas.right, y)], palette.GRID)
+        yield Text(canvas.left - 6, y + 4, f"{tick:g}", 11, palette.QUIET, "end")
     for row, (name, curve) in enumerate(timeline.curves.items()):
         points: list[tuple[float, float]] = []
         for time, value in curve:
@@ -253,24 +308,12 @@ def _curves(canvas: Canvas) -> Iterator[Mark]:
             points += [(x, points[-1][1]), (x, y)] if points else [(x, y)]
         if points:
             points.append((canvas.right, points[-1][1]))
-            yield Line(points, palette.line(row, len(timeline.curves)), 1.3, name)
+            yield Line(points, RANKS[row % len(RANKS)], 1.5, name)
     # The key: the colour of each row's curve.
-    x = canvas.left + 6.2 * len(timeline.curves_label) + 16
-    for row, name in shown_curves(timeline):
-        y = top - 11.5
-        yield Line([(x, y), (x + 14, y)], palette.line(row, len(timeline.curves)), 2.5)
-        yield Text(x + 18, top - 8, name, 10, "#444444")
-        x += _KEY_STEP + 6.2 * len(name)
-
-
-def _kinds(timeline: Timeline) -> list[str]:
-    """The kinds in the legend, in its order."""
-    kinds = {span.kind for span in timeline.spans}
-    return [kind for kind in NAMES if kind in kinds]
-
-
-def _legend_step(kind: str) -> float:
-    return 32 + 6.0 * len(NAMES[kind])
+    for (row, name), (x, line) in zip(shown_curves(timeline), key, strict=True):
+        y = above + line * _LINE
+        yield Line([(x, y - 4), (x + 14, y - 4)], RANKS[row % len(RANKS)], 2.5)
+        yield Text(x + 18, y, name, 11, palette.QUIET)
 
 
 def shown_curves(timeline: Timeline) -> list[tuple[int, str]]:

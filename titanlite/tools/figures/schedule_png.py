@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.util import find_spec
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from titanlite.schedule.actions import ScheduleError
+from matplotlib import get_data_path
+from PIL import Image, ImageDraw, ImageFont
+
 from titanlite.schedule.timeline import Timeline
 from titanlite.tools.figures.schedule_layout import Box, Canvas, Label, SpanBox, Text, marks
 
@@ -23,14 +24,8 @@ _ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 def draw_png(timeline: Timeline, path: str | Path, scale: float = 2.0) -> None:
     """Write `timeline` to `path`, with `scale` pixels per pixel of its SVG.
 
-    A picture of over 100 million pixels gets fewer per pixel of its SVG. Raises ScheduleError if
-    Pillow is not installed.
+    A picture of over 100 million pixels gets fewer per pixel of its SVG.
     """
-    try:
-        from PIL import Image, ImageDraw
-    except ImportError as error:
-        raise ScheduleError("a PNG needs pillow; install it, or draw SVG") from error
-
     canvas = Canvas.of(timeline)
     scale = min(scale, sqrt(_MOST_PIXELS / (canvas.width * canvas.height)))
     size = max(1, round(canvas.width * scale)), max(1, round(canvas.height * scale))
@@ -66,13 +61,6 @@ def label_size(label: Label, scale: float = 1.0) -> float:
 
 @lru_cache(maxsize=256)
 def _font(size: float, is_bold: bool = False) -> Any:
-    """DejaVu Sans, which comes with matplotlib, or Pillow's own font."""
-    from PIL import ImageFont
-
-    found = find_spec("matplotlib")
-    if found is not None and found.origin is not None:
-        name = "DejaVuSans-Bold.ttf" if is_bold else "DejaVuSans.ttf"
-        file = Path(found.origin).parent / "mpl-data" / "fonts" / "ttf" / name
-        if file.is_file():
-            return ImageFont.truetype(str(file), size)
-    return ImageFont.load_default(size)
+    """DejaVu Sans, which comes with matplotlib."""
+    name = "DejaVuSans-Bold.ttf" if is_bold else "DejaVuSans.ttf"
+    return ImageFont.truetype(f"{get_data_path()}/fonts/ttf/{name}", size)

@@ -12,7 +12,9 @@ from typing import Any
 
 from titanlite.schedule.timeline import WORK, Timeline
 from titanlite.tools.figures.page_file import FOLDER, make_page
+from titanlite.tools.figures.palette import STYLE
 from titanlite.tools.figures.schedule_layout import (
+    WIDTH,
     Box,
     Canvas,
     Label,
@@ -31,14 +33,12 @@ _MOST_CELLS_WITH_HOVER = 4000  # beyond that, cells of one colour are drawn as o
 def draw_svg(*timelines: Timeline) -> str:
     """One self-contained SVG element, with several timelines below each other.
 
-    Cells have a hover text, unless there are more than 4,000.
+    It is as wide as a page of text. Cells have a hover text, unless there are more than 4,000.
     """
-    canvases = canvases_of(timelines)
+    canvases = canvases_of(timelines, WIDTH)
     pictures = draw_canvases(canvases)
-    if len(pictures) == 1:
-        return pictures[0]
     height = sum(canvas.height for canvas in canvases)
-    y, parts = 0.0, [_opening(max(canvas.width for canvas in canvases), height)]
+    y, parts = 0.0, [_opening(max(canvas.width for canvas in canvases), height), STYLE]
     for picture, canvas in zip(pictures, canvases, strict=True):
         parts.append(picture.replace("<svg ", f"<svg y='{y:.0f}' ", 1))
         y += canvas.height
@@ -84,7 +84,8 @@ def _elements(canvas: Canvas, with_hover: bool) -> Iterator[str]:
         elif kind is Label:
             yield from _labels(group)
         else:
-            yield from filter(None, map(_element, group))
+            draw: Any = {Box: _box, Text: _text, Line: _line}[kind]
+            yield from map(draw, group)
     yield "</svg>"
 
 
@@ -105,24 +106,21 @@ def _paths(timeline: Timeline, drawn: Iterable[Any]) -> Iterator[str]:
 
 
 def _labels(labels: Iterable[Any]) -> Iterator[str]:
-    opened = False
-    for x, y, text, color, width, height in labels:
-        size = min(11, height - 4)
-        if size >= 7 and width >= 0.66 * size * len(text):
-            if not opened:
-                yield f"<g font-size='{size:g}' text-anchor='middle' pointer-events='none'>"
-                opened = True
-            yield f"<text x='{x:.1f}' y='{y + 0.36 * size:.1f}' fill='{color}'>{text}</text>"
-    if opened:
-        yield "</g>"
+    every = list(labels)
+    size = 11 if all(_fits(label, 11) for label in every) else 10
+    yield f"<g font-size='{size}' text-anchor='middle' pointer-events='none'>"
+    for label in (label for label in every if _fits(label, size)):
+        x, y = f"{label.x:.1f}", f"{label.y + 0.36 * size:.1f}"
+        yield f"<text x='{x}' y='{y}' fill='{label.color}'>{label.text}</text>"
+    yield "</g>"
 
 
-def _element(mark: Any) -> str:
-    if isinstance(mark, Box):
-        return f"{_rect(mark)}/>"
-    if isinstance(mark, Text):
-        return _text(mark)
-    return _line(mark)
+def _fits(label: Label, size: float) -> bool:
+    return label.height >= size + 2 and label.width >= 0.6 * size * len(label.text)
+
+
+def _box(box: Box) -> str:
+    return f"{_rect(box)}/>"
 
 
 def _rect(box: Box) -> str:
@@ -153,8 +151,6 @@ def _line(line: Line) -> str:
 
 
 def _text(text: Text) -> str:
-    if not text.text:
-        return ""
     return (
         f"<text x='{text.x:.1f}' y='{text.y:.1f}' font-size='{text.size:g}' fill='{text.color}' "
         f"text-anchor='{text.anchor}' font-weight='{text.weight}'>{escape(text.text)}</text>"

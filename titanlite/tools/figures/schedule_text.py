@@ -141,7 +141,7 @@ def _sampled(timeline: Timeline, row: list[Span], room: int, color: bool) -> str
 
 def _paint(timeline: Timeline, span: Span, text: str) -> str:
     back = palette.fill(span.kind, span.microbatch, timeline.num_microbatches)
-    return f"\033[38;2;{_rgb(palette.ink(span.kind))};48;2;{_rgb(back)}m{text}\033[0m"
+    return f"\033[38;2;{_rgb(palette.ON_CELL)};48;2;{_rgb(back)}m{text}\033[0m"
 
 
 def _rgb(color: str) -> str:

@@ -11,13 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from titanlite.tools.figures.figure import make_figure, save_figure
+from titanlite.tools.figures.chart import COLORS
+from titanlite.tools.figures.figure import GRID, make_figure, save_figure
 
-# Okabe and Ito's colours, which differ for colour-blind readers too.
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#1c1c1c")
 _MARKERS = "osD^vPX"
-_GREY = "#6b7280"
-_TITLE_WIDTH = 110
+_GREY = "#767676"
+_TITLE_WIDTH = 88
 _MOST_LABELS = 6  # as many names of points stay readable
 _LEAST_DISTANCE = 0.045  # between names, as a share of the height
 
@@ -68,12 +67,12 @@ def save_sweep(
 
     Points on a front are filled.
     """
-    figure = make_figure(11, 5)
+    figure = make_figure(8.85, 4.6)
     left, right = figure.subplots(1, 2)
     names = list(dict.fromkeys(point.series for point in points))
     # Later series are smaller, so that points in one place are all seen.
     style = {
-        name: Style(_COLORS[i % len(_COLORS)], _MARKERS[i % len(_MARKERS)], max(4, 8 - 1.4 * i))
+        name: Style(COLORS[i % len(COLORS)], _MARKERS[i % len(_MARKERS)], max(4, 8 - 1.4 * i))
         for i, name in enumerate(names)
     }
     _draw_memory(left, points, style)
@@ -84,7 +83,7 @@ def save_sweep(
     right.set_xlabel(x_label)
     right.set_ylabel(time_label)
     for axes in (left, right):
-        axes.grid(color="#e5e7eb", linewidth=0.8)
+        axes.grid(color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=9)
@@ -131,8 +130,8 @@ def _name(axes: Axes, text: str, place: tuple[float, float], above: float) -> No
         textcoords="offset points",
         xytext=(-7 if is_right else 7, above),
         ha="right" if is_right else "left",
-        fontsize=8,
-        color="#444444",
+        fontsize=9,
+        color=_GREY,
         parse_math=False,
     ).set_in_layout(above < 0)  # the names of lines are outside the points
 

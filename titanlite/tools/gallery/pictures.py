@@ -1,7 +1,4 @@
-"""The loss curve of a run, and the load of its experts, as PNGs.
-
-It uses matplotlib's objects without pyplot, which keeps global state and looks for a display.
-"""
+"""The loss curve of a run, and the load of its experts, as PNGs."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import TwoSlopeNorm
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from titanlite.tools.figures.figure import GRID, make_figure, save_figure
 
 if TYPE_CHECKING:
     from titanlite.observe.metrics import StepRecord
@@ -49,8 +46,7 @@ def save_loss_curve(
     """
     if not records:
         raise ValueError("there are no records to draw")
-    figure = Figure(figsize=(8, 5), dpi=144, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(8, 5, dpi=144)
     axes = figure.add_subplot()
     _draw_training(axes, records)
     _draw_validation(axes, records)
@@ -63,9 +59,7 @@ def save_loss_curve(
             label=f"ln({vocab_size}) = {math.log(vocab_size):.3f}, nothing learned",
         )
     _dress(axes, title, bits_per)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", facecolor="white")
+    save_figure(figure, path)
 
 
 def _draw_training(axes: Axes, records: Sequence[StepRecord]) -> None:
@@ -113,7 +107,7 @@ def _dress(axes: Axes, title: str, bits_per: str | None) -> None:
         axes.set_ylabel("loss (nats a token)")
         bits = axes.secondary_yaxis("right", functions=(_nats_to_bits, _bits_to_nats))
         bits.set_ylabel(f"bits per {bits_per}")
-    axes.grid(color="#e5e7eb", linewidth=0.8)
+    axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines["top"].set_visible(False)
     axes.margins(x=0.02)
@@ -145,8 +139,7 @@ def save_expert_loads(path: str | Path, records: Sequence[StepRecord]) -> None:
     layers = list(counted[-1].expert_counts)
     places = np.linspace(0, len(layers) - 1, min(len(layers), _MOST_LAYERS)).round().astype(int)
     layers = [layers[place] for place in places]
-    figure = Figure(figsize=(8, 1.2 + 1.1 * len(layers)), dpi=144, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(8, 1.2 + 1.1 * len(layers), dpi=144)
     grid = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
     first, last = counted[0].step, counted[-1].step
     image = None
@@ -169,9 +162,7 @@ def save_expert_loads(path: str | Path, records: Sequence[StepRecord]) -> None:
     assert image is not None
     bar = figure.colorbar(image, ax=list(grid), extend="max")
     bar.set_label("tokens of an expert / mean of its layer")
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", facecolor="white")
+    save_figure(figure, path)
 
 
 def _loads(counts: Sequence[Sequence[int]]) -> np.ndarray:

@@ -40,11 +40,9 @@ class Record(Recorded):
     def steps(self) -> Steps:
         return make_steps(self)
 
-    def svg(
-        self, title: str = "", caption: str = "", rows: Sequence[str] = (), most_steps: int = 0
-    ) -> str:
+    def svg(self, title: str = "", caption: str = "", rows: Sequence[str] = ()) -> str:
         """The picture of the run: messages as arrows between ranks (`rows`), over steps."""
-        return draw_svg(picture_of(self, title, caption, rows=rows), most_steps)
+        return draw_svg(picture_of(self, title, caption, rows=rows))
 
     def html(self, title: str = "", caption: str = "", rows: Sequence[str] = ()) -> str:
         """A self-contained page that steps through the run with the arrow keys."""

@@ -23,16 +23,11 @@ WORD = 2  # bytes of a bfloat16
 GIGA = 1e9
 
 
-def _tokens(value: float) -> str:
-    return f"{value:,.0f}"
+_tokens = "{:,.0f}".format
 
 
-def _milliseconds(value: float) -> str:
-    return f"{1000 * value:g} ms"
-
-
-def _gigabytes(value: float) -> str:
-    return f"{value / GIGA:g} GB"
+def _seconds(value: float) -> str:
+    return f"{value:g} s" if value >= 1 else f"{1000 * value:g} ms"
 
 
 def data_parallel_limit(hardware: Hardware, bytes_per_second: float) -> float:
@@ -63,7 +58,7 @@ def dp() -> str:
         "Data parallelism: compute or communication?",
         series,
         ChartAxis("tokens of a GPU in a step", is_log=True, show=_tokens, ticks=tokens[::2]),
-        ChartAxis("seconds", is_log=True, show=_milliseconds),
+        ChartAxis("seconds", is_log=True, show=_seconds),
         caption="Llama 3 8B in bfloat16 on H100, at the peaks of the data sheet",
         markers=markers,
     )
@@ -117,7 +112,7 @@ def tp() -> str:
             Series("collectives: 8 (n-1)/n w tokens D / bandwidth", sent, "dashed", 1),
         ],
         ChartAxis("degree n", is_log=True, ticks=degrees),
-        ChartAxis("seconds of a block, forward and backward", is_log=True, show=_milliseconds),
+        ChartAxis("seconds of a block, forward and backward", is_log=True, show=_seconds),
         caption="Llama 3 8B, 8,192 tokens, bfloat16, H100: NVLink in nodes of 8, else 400 Gb/s",
         markers=[ReferenceLine("a node", x=8)],
     )
@@ -163,7 +158,11 @@ def zero() -> str:
         "What the model takes of a GPU's memory",
         series,
         ChartAxis("ranks n", is_log=True, show=_tokens, ticks=ranks[::2]),
-        ChartAxis("bytes of a rank, without activations", is_log=True, show=_gigabytes),
+        ChartAxis(
+            "bytes of a rank, without activations",
+            is_log=True,
+            show=lambda value: f"{value / GIGA:g} GB",
+        ),
         caption="Llama 3 8B in float32 with AdamW: 16 bytes per parameter",
         markers=[ReferenceLine("80 GB", y=80 * GIGA)],
     )

@@ -30,8 +30,8 @@ COLORS = {
     | {TO_DEVICE: "#c51b7d", TO_HOST: "#4d9221"},
     # Neighbouring modules of a phase alternate between two shades.
     "phase": {
-        "forward": ("#9ecae1", "#c6dbef"),
-        "backward": ("#fdae6b", "#fdd0a2"),
+        "forward": palette.PHASES["F"],
+        "backward": palette.PHASES["B"],
         "recomputation": ("#bcbddc", "#dadaeb"),
         "optimizer": ("#a1d99b", "#c7e9c0"),
         "FETCH": ("#8a8a8a", "#9c9c9c"),

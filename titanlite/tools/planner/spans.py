@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.quantities import format_seconds
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.actions import COMPUTE_KINDS, SEND_B, SEND_F
 from titanlite.schedule.timeline import (
@@ -132,7 +133,8 @@ def _schedule_only(timeline: Timeline) -> Timeline:
     ]
     alone = replace(timeline, spans=spans, curves={})
     bubbles = ", ".join(f"{part:.0%}" for part in alone.bubbles())
-    return replace(alone, caption=f"{last - first:.4g} ms; bubble, by rank: {bubbles}")
+    step = format_seconds((last - first) / 1e3)
+    return replace(alone, caption=f"{step}; bubble, by rank: {bubbles}")
 
 
 def _kind(span: StepSpan) -> str:

@@ -58,6 +58,7 @@ class Simulation:
         self.num_batches = plan.num_batches
         self.title = title
         self.details = list(details)
+        self.is_by_stage = False  # as the pictures of a Timeline
         self.costs = plan.costs
         self._plan = plan
         self._starts = starts
@@ -307,6 +308,7 @@ class Simulation:
             curves=curves,
             curves_label=curves_label,
             until=longest * scale if until else 0,
+            is_by_stage=self.is_by_stage,
         )
 
     def summary(self) -> str:

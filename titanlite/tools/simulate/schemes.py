@@ -76,6 +76,7 @@ def run_scheme(scheme: str, workload: Workload) -> Simulation:
     for name, make in STRATEGIES.items():
         if scheme.lower() in (name.lower(), make.__name__.lower()):
             simulation = _run_strategy(make(workload), workload, title=name)
+            simulation.is_by_stage = True
             if workload.group_size is not None:
                 simulation.details.insert(0, f"groups of {workload.group_size}")
             return simulation
