@@ -55,8 +55,8 @@ class Timeline:
 
     `curves` maps a row's name to (time, value) corners of a step function, such as the
     activations a rank holds; `curves_label` says what is counted. `caption` is one line of
-    figures under the title. If `until` is later than the end, the time axis extends to `until`, so
-    several pictures can share one scale.
+    figures under the title. `cells_show` is "stage" or "batch". If `until` is later than the end,
+    the time axis extends to `until`, so several pictures can share one scale.
     """
 
     title: str
@@ -65,6 +65,7 @@ class Timeline:
     unit: str = "steps"
     caption: str = ""
     batches_are: str = "microbatch"
+    cells_show: str = "stage"
     letters: Mapping[str, str] = field(default_factory=lambda: SCHEDULE_LETTERS)
     curves: Mapping[str, list[tuple[float, float]]] = field(default_factory=dict)
     curves_label: str = ""
@@ -93,9 +94,10 @@ class Timeline:
         return 1 + max((span.microbatch or 0 for span in self.spans), default=0)
 
     def label(self, span: Span) -> str:
-        """The text of a cell: a letter for the kind of work, and the stage."""
+        """The text of a cell: a letter for the kind of work, and the stage or the microbatch."""
         letter = self.letters.get(span.kind)
-        return "" if letter is None or span.stage is None else f"{letter}{span.stage}"
+        number = span.microbatch if self.cells_show == "batch" else span.stage
+        return "" if letter is None or number is None else f"{letter}{number}"
 
     def describe(self, span: Span) -> str:
         """One line for a tooltip: row, work, start and end."""
