@@ -3,6 +3,7 @@
 A wrong answer is the worked solution with one typical mistake, given as the text that it replaces.
 """
 
+import json
 import linecache
 import re
 import subprocess
@@ -286,9 +287,24 @@ class TestCommand:
         exercise = load_exercise("shift")
         assert capsys.readouterr().out == f"{exercise.hint}\n{exercise.solution_text}"
 
+    def test_all_answers_of_a_folder_are_judged_with_their_points(self, tmp_path, capsys):
+        for name in EXERCISES:
+            (tmp_path / f"{name}.py").write_text(load_exercise(name).solution_text)
+        (tmp_path / "shift.py").unlink()
+        (tmp_path / "prefix_sum.py").write_text("raise SystemExit(3)")
+        grades = tmp_path / "grades.json"
+        assert main(["exercise", "all", str(tmp_path), "--json", str(grades)]) == 1
+        rows = json.loads(grades.read_text())
+        assert [row["name"] for row in rows] == list(EXERCISES)
+        assert sum(row["points"] for row in rows) == 52
+        wrong = {row["name"] for row in rows if not row["passed"]}
+        assert wrong == {"shift", "prefix_sum"}
+        assert "prefix_sum.py:1: SystemExit: 3" in capsys.readouterr().out
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
+            (["all"], "exercise: all takes a folder"),
             (["hop"], "exercise: there is no 'hop'"),
             (["shift"], "exercise: name the file of your function"),
             (["--hint"], "exercise: name one"),

@@ -56,8 +56,9 @@ class Timeline:
     `curves` maps a row's name to (time, value) corners of a step function, such as the
     activations a rank holds; `curves_label` says what is counted. `caption` is one line of
     figures under the title. If `until` is later than the end, the time axis extends to `until`, so
-    several pictures can share one scale. A picture's cells have their microbatch as text and their
-    kind as colour; with `is_by_stage`, the stage as text and the microbatch as colour.
+    several pictures can share one scale. `cells_show` is "stage" or "batch", in text. A picture's
+    cells have their microbatch as text and their kind as colour; with `is_by_stage`, what a text
+    has, and the microbatch as colour.
     """
 
     title: str
@@ -66,6 +67,7 @@ class Timeline:
     unit: str = "steps"
     caption: str = ""
     batches_are: str = "microbatch"
+    cells_show: str = "stage"
     letters: Mapping[str, str] = field(default_factory=lambda: SCHEDULE_LETTERS)
     curves: Mapping[str, list[tuple[float, float]]] = field(default_factory=dict)
     curves_label: str = ""
@@ -95,9 +97,10 @@ class Timeline:
         return 1 + max((span.microbatch or 0 for span in self.spans), default=0)
 
     def label(self, span: Span) -> str:
-        """The text of a cell: a letter for the kind of work, and the stage."""
+        """The text of a cell: a letter for the kind of work, and the stage or the microbatch."""
         letter = self.letters.get(span.kind)
-        return "" if letter is None or span.stage is None else f"{letter}{span.stage}"
+        number = span.microbatch if self.cells_show == "batch" else span.stage
+        return "" if letter is None or number is None else f"{letter}{number}"
 
     def cell(self, span: Span) -> str:
         """The text of a cell in a picture."""

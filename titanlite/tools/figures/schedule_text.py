@@ -15,9 +15,9 @@ from titanlite.tools.figures import palette
 def draw_text(timeline: Timeline, width: int | None = None, color: bool | None = None) -> str:
     """`timeline` in lines of at most `width` characters (default: the terminal's).
 
-    If cells start and end on whole steps and the labels fit, a cell shows the kind of work and the
-    stage, and without colour also the microbatch, after a dot. Otherwise each character shows what
-    runs in the middle of its share of the time. The end of each row shows its idle fraction. Below
+    If cells start and end on whole steps and the labels fit, a cell shows `timeline.label`; after a
+    stage, without colour, a dot and the microbatch. Otherwise each character shows what runs in the
+    middle of its share of the time. The end of each row shows its idle fraction. Below
     a row are its weight fetches and its gradient reductions, if it has any.
     """
     if color is None:
@@ -97,7 +97,7 @@ def _choose_labels(
         return {}, room
     short = {span: timeline.label(span) or "-" for span in spans}
     full = {span: f"{label}.{span.microbatch} " for span, label in short.items()}
-    for labels in (short,) if color else (full, short):
+    for labels in (short,) if color or timeline.cells_show == "batch" else (full, short):
         tightest = max(
             -(-len(text) // round((s.end - s.start) / step)) for s, text in labels.items()
         )

@@ -31,7 +31,6 @@ _HOME = {
     "matmul": ("MatMul", "MatMulBackward", "MatMulSharding", "MatMulShardingPolicy"),
     "feed_forward": (
         "FeedForward",
-        "Feedforward",
         "FeedForwardBackward",
         "FeedForwardSharding",
         "FeedForwardShardingPolicy",
@@ -42,10 +41,8 @@ _HOME = {
         "get_device",
         "get_init_params",
         "int_divide",
-        "setup",
         "single_process_main",
         "spawn",
-        "summarize_tensor",
     ),
     "communicator": ("ChannelCommunicator", "Communicator", "TorchCommunicator", "over_channels"),
     "data_parallel": ("GradientBuckets", "data_parallelism_main"),

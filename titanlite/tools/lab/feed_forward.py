@@ -123,9 +123,6 @@ class FeedForward(ShardedOperation):
         return reshard(device, o + b2, local(s).o, s.o, "O")
 
 
-Feedforward = FeedForward
-
-
 @dataclass(frozen=True)
 class FeedForwardBackward(ShardedOperation):
     """The gradients of X, W1, b1, W2 and b2, each sharded like its tensor.

@@ -158,8 +158,7 @@ def _data_parallel(runs: Runs) -> Numbers:
         row.seconds,
         processes.data_parallel_seconds(runs.cluster, compute, units, latency, per_unit),
         "s",
-        f'the row "1D DP, ring" of the ladder; measured at 1/{processes.SCALE} of these times, and '
-        f"multiplied by {processes.SCALE}",
+        f'"1D DP, ring"; measured at 1/{processes.SCALE}, times {processes.SCALE}',
     )
 
 
@@ -181,7 +180,7 @@ def _zero(runs: Runs) -> Numbers:
 
 def _fsdp(runs: Runs) -> Numbers:
     sent = 3 * (jobs.NUM_RANKS - 1) / jobs.NUM_RANKS * _sharded_bytes()
-    of = "FSDP 4, resharding after the forward pass"
+    of = "FSDP 4, resharded after forward"
     return _sent(runs, sent, "fsdp", "all_gather", "reduce_scatter", of=of)
 
 
@@ -338,7 +337,7 @@ TOPICS = {
     ),
     "zero": Topic(
         "ZeRO, memory",
-        "How much do P parameters, their gradients and AdamW's moments take on each of n ranks?",
+        "What do P parameters, gradients and AdamW's moments take on each of n ranks?",
         "16 P / n",
         _zero,
         "fsdp.md",
@@ -346,8 +345,7 @@ TOPICS = {
     ),
     "fsdp": Topic(
         "FSDP, communication",
-        "What does a rank send if it gathers w P bytes of weights twice and reduce-scatters their "
-        "gradients once?",
+        "What does a rank send to gather w P bytes twice and reduce-scatter their gradients?",
         "3 (n-1)/n w P",
         _fsdp,
         "fsdp.md",
@@ -356,29 +354,23 @@ TOPICS = {
     "tp": Topic(
         "TP",
         "What does a rank send for L blocks of width D and N tokens?",
-        "2 (4 L + 1) (n-1)/n w N D: 4 pairs of all-gather and reduce-scatter per block (a pair is "
-        "one all-reduce), and one pair for the output layer",
+        "2 (4 L + 1) (n-1)/n w N D: 4 all-reduces per block, 1 for the output",
         _tensor_parallel,
         "tensor_parallel.md",
         ("tp",),
     ),
     "sp": Topic(
         "SP",
-        "What does a rank send if the activations between two products, B bytes, are held in "
-        "shards?",
-        "2 (n-1)/n B, as much as without: a reduce-scatter and an all-gather send what one "
-        "all-reduce sends",
+        "What does a rank send if the activations between two products, B bytes, are sharded?",
+        "2 (n-1)/n B, as much as without",
         _sequence,
         "tensor_parallel.md",
     ),
     "cp": Topic(
         "CP",
-        "What does a rank send around the ring, if its own tokens have K bytes of keys and values "
-        "in each of L blocks?",
-        "3 x 3/4 (n-1) K L. 3: keys and values go around once in the forward and once in the "
-        "backward pass, and their gradients once. 3/4: under the causal mask, a rank passes "
-        "on only the keys and values that some rank further along the ring needs, and their "
-        "gradients; in headtail, the default layout, these are 3/4 on average",
+        "What does a rank send around the ring, with K bytes of keys and values in each of L "
+        "blocks?",
+        "3 x 3/4 (n-1) K L: three times around; headtail sends the 3/4 that a causal mask needs",
         _context_parallel,
         "context_parallel.md",
         ("cp",),
@@ -401,9 +393,7 @@ TOPICS = {
     "ep": Topic(
         "EP",
         "What does a rank send to the experts and back, for N tokens with k of E experts each?",
-        "(n-1)/n L (8 E + 4 N k D w): 8 E: the number of rows that each expert will get, 8 bytes "
-        "each. 4 N k D w: the rows go to the experts and back, in the forward and in the backward "
-        "pass",
+        "(n-1)/n L (8 E + 4 N k D w): counts, then rows there and back, twice",
         _expert_parallel,
         "expert_parallel.md",
         ("ep",),

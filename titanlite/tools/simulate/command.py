@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,8 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
     timelines: list[Timeline] = []
     if not options.quiet or options.svg or options.html or options.png or options.trace:
         longest = max(simulation.makespan for simulation in simulations)
-        timelines = [simulation.timeline(longest) for simulation in simulations]
+        drawn = (simulation.timeline(longest) for simulation in simulations)
+        timelines = [replace(timeline, cells_show=options.label) for timeline in drawn]
     wrote = _write(simulations, timelines, rows, options, html_table(header, cells))
     if not options.quiet:
         for simulation, timeline in zip(simulations, timelines, strict=True):
@@ -177,7 +178,7 @@ def _sweep(
         show_sweep,
     )
 
-    for name in ("html", "trace", "memory", "width", "color"):
+    for name in ("html", "trace", "memory", "label", "width", "color"):
         if name in given:
             raise SimulationError(
                 f"{given[name]}: a sweep draws no timelines; leave it out (--svg or --png draws "
@@ -340,6 +341,8 @@ def _parser() -> Parser:
     add("--reduce-gradients", action="store_true")
 
     add = parser.add_argument_group("output").add_argument
+    cells = "a cell shows its stage (default) or its batch, the microbatch of a pipeline"
+    add("--label", choices=["stage", "batch"], default="stage", help=cells)
     add("--svg", metavar="FILE")
     add("--html", metavar="FILE", help="a page with tooltips and zoom")
     add("--png", metavar="FILE")

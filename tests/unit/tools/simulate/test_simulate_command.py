@@ -21,6 +21,16 @@ def test_every_scheme_by_name(scheme, capsys):
     assert printed.splitlines()[-1].startswith(scheme)
 
 
+def test_a_cell_shows_its_stage_or_its_batch(capsys):
+    scheme = ["simulate", "1F1B", "--workers", "2", "--batches", "3", "--width", "50", "--no-color"]
+    for label, cells in {
+        "stage": "..f1b1--f1b1--f1b1--....",
+        "batch": "..f0b0--f1b1--f2b2--....",
+    }.items():
+        assert main([*scheme, "--label", label]) == 0
+        assert f"worker 1 {cells} " in capsys.readouterr().out
+
+
 def test_compare_prints_one_row_each_and_draws_them_all(tmp_path, capsys):
     svg, page, trace, png = (tmp_path / f"out/all.{e}" for e in ("svg", "html", "json", "png"))
     arguments = ["simulate", "1F1B", "--compare", "ZBV", "Pipeline", "--quiet"]

@@ -39,4 +39,5 @@ EXERCISE = Exercise(
     "that are full too early.",
     inputs=inputs,
     expected=expected,
+    points=5,
 )

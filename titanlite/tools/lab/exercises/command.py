@@ -20,8 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Exercises of the lab's notes, judged on real ranks. "
         "Without a name, all are listed.",
     )
-    parser.add_argument("name", nargs="?", help="the exercise, which is also the function's name")
-    parser.add_argument("file", nargs="?", type=Path, help="the file with your function")
+    parser.add_argument("name", nargs="?", help="the exercise; or all, judged from a folder")
+    parser.add_argument("file", nargs="?", type=Path, help="your function; or a folder of NAME.py")
     actions = parser.add_mutually_exclusive_group()
     actions.add_argument("--start", action="store_true", help="write a skeleton to the file")
     actions.add_argument("--hint", action="store_true", help="show a hint")
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE.svg",
         help="draw your run's messages; with .html, a page to step through",
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write points, for a grader")
     options = parser.parse_args(arguments)
     try:
         return _run(options)
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.name is None:
-        if options.start or options.hint or options.solution or options.picture:
+        if options.start or options.hint or options.solution or options.picture or options.json:
             raise ConfigError("exercise: name one; `titanlite lab exercise` lists them")
         for name, (note, summary) in EXERCISES.items():
             print(f"note {note:<3} {name:18} {summary}")
@@ -53,9 +54,15 @@ def _run(options: argparse.Namespace) -> int:
         print("titanlite lab exercise NAME FILE judges it. --hint and --solution help.")
         return 0
 
+    if options.name == "all":
+        if options.file is None or options.start or options.picture:
+            raise ConfigError("exercise: all takes a folder with a NAME.py for each, and --json")
+        from titanlite.tools.lab.exercises.judge import judge_all, report
+
+        return report(judge_all(options.file), options.json)
     exercise = load_exercise(options.name)
     if options.hint or options.solution:
-        if options.file is not None or options.picture is not None:
+        if options.file is not None or options.picture is not None or options.json is not None:
             raise ConfigError("exercise: --hint and --solution take no file")
         print(exercise.hint if options.hint else exercise.solution_text, end="\n" * options.hint)
         return 0
@@ -83,7 +90,7 @@ def _start(path: Path, skeleton: str, name: str) -> int:
 
 def _judge(exercise: Exercise, options: argparse.Namespace) -> int:
     from titanlite.tools.lab.cluster import VirtualCluster
-    from titanlite.tools.lab.exercises.judge import judge
+    from titanlite.tools.lab.exercises.judge import judge, report
 
     if options.picture is not None and options.picture.suffix not in (".svg", ".html"):
         raise ConfigError(f"--picture: {options.picture} must end in .svg or .html")
@@ -95,11 +102,9 @@ def _judge(exercise: Exercise, options: argparse.Namespace) -> int:
         record = verdict.record
         drawn = record.svg(title) if options.picture.suffix == ".svg" else record.html(title)
         write(options.picture, drawn)
-    print(f"{exercise.name}: {verdict.kind if verdict.is_passed else 'not yet: ' + verdict.kind}")
-    for line in verdict.lines:
-        print(f"  {line}")
+    status = report({exercise: verdict}, options.json)
     if options.picture is not None:
         if verdict.record is None:
             raise ConfigError("--picture: the run was not recorded to its end")
         print(f"  {options.picture} shows its messages")
-    return 0 if verdict.is_passed else 1
+    return status

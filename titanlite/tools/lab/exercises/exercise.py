@@ -27,7 +27,7 @@ class Exercise:
     lists of these. An answer may send as many messages and bytes as the worked solution, in as many
     steps on the clock of the record. `forbidden` are the collectives of the device that the answer
     has to build itself. With `num_parts`, the inputs are `tagged(rank, num_parts)` (pictures.py),
-    so that messages are named by the parts they contain.
+    so that messages are named by the parts they contain. `points` are those of a course.
     """
 
     solution: Callable[..., Any]
@@ -38,6 +38,7 @@ class Exercise:
     algorithm: str = "ring"
     forbidden: tuple[str, ...] = ()
     num_parts: int = 0
+    points: int = 2
 
     @property
     def name(self) -> str:
@@ -79,7 +80,7 @@ def load_answer(path: str | Path, name: str) -> Callable[..., Any]:
             f"{path}: there is no such file; `titanlite lab exercise {name} {path} --start` "
             "writes one to start from"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = getattr(error, "lineno", None) or (own[-1] if own else None)

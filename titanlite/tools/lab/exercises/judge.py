@@ -9,21 +9,26 @@ from those of the worked solution.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from titanlite.errors import RankError
+from titanlite.errors import ConfigError, RankError
 from titanlite.tools.lab.cluster import VirtualCluster
 from titanlite.tools.lab.device import VirtualDevice
 from titanlite.tools.lab.diagnosis import CommunicationError
-from titanlite.tools.lab.exercises.exercise import Exercise
+from titanlite.tools.lab.exercises import EXERCISES
+from titanlite.tools.lab.exercises.exercise import Exercise, load_answer, load_exercise
+from titanlite.tools.lab.mesh import Mesh
 from titanlite.tools.lab.pictures import Record, describe, name_parts, parts_of
 from titanlite.tools.lab.record import Message
+from titanlite.tools.options import write
 
 PASSED, UNWRITTEN, ERROR, VALUE, CHANGED = "passed", "unwritten", "error", "value", "changed"
 FORBIDDEN, MESSAGES, BYTES, STEPS = "forbidden", "messages", "bytes", "steps"
@@ -81,6 +86,33 @@ def judge(cluster: VirtualCluster, exercise: Exercise, answer: Callable[..., Any
             return Verdict(kind, (text, *_first_difference(exercise, record, model)), record)
     costs = ", ".join(f"{number} {kind}" for kind, number in spent.items())
     return Verdict(PASSED, (f"right on all {exercise.mesh.size} ranks: {costs}",), record)
+
+
+def judge_all(folder: Path) -> dict[Exercise, Verdict]:
+    """Judge the NAME.py of every exercise. One that cannot be loaded is wrong."""
+    verdicts = {}
+    with VirtualCluster(Mesh(rank=8)) as cluster:
+        for exercise in map(load_exercise, EXERCISES):
+            try:
+                answer = load_answer(folder / f"{exercise.name}.py", exercise.name)
+                verdicts[exercise] = judge(cluster, exercise, answer)
+            except ConfigError as error:
+                verdicts[exercise] = Verdict(ERROR, (str(error),))
+    return verdicts
+
+
+def report(verdicts: dict[Exercise, Verdict], path: Path | None) -> int:
+    """Write the points to `path` as JSON, print the verdicts, and return the exit status."""
+    if path is not None:
+        rows = [
+            {"name": each.name, "points": each.points, "passed": verdict.is_passed}
+            for each, verdict in verdicts.items()
+        ]
+        write(path, json.dumps(rows, indent=1) + "\n")
+    for each, verdict in verdicts.items():
+        print(f"{each.name}: {'' if verdict.is_passed else 'not yet: '}{verdict.kind}")
+        print("\n".join(f"  {line}" for line in verdict.lines))
+    return 0 if all(verdict.is_passed for verdict in verdicts.values()) else 1
 
 
 class _Unwritten:

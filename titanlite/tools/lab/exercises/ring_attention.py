@@ -46,4 +46,5 @@ EXERCISE = Exercise(
     inputs=inputs,
     expected=expected,
     forbidden=("all_gather", "gather", "broadcast", "all_scatter", "all_to_all"),
+    points=5,
 )

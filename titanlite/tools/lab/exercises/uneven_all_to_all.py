@@ -46,4 +46,5 @@ EXERCISE = Exercise(
     inputs=inputs,
     expected=expected,
     algorithm="naive",
+    points=5,
 )
