@@ -1,8 +1,8 @@
 """What `mkdocs build` needs to read these pages as GitHub does.
 
 A link to a file that is no page of the site (source, tests, programs) leads to `repo_url` in
-mkdocs.yml; without one, it becomes the path as plain text. Lists, tables and headings may follow a paragraph
-without a blank line. A picture leads to itself at full size.
+mkdocs.yml; without one, it becomes the path as plain text. Lists, tables and headings may follow a
+paragraph without a blank line. A picture leads to itself at full size.
 """
 
 import os
