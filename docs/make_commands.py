@@ -11,7 +11,7 @@ PAGE = Path(__file__).parent / "commands.md"
 # The page on a command, and a second example beside that of `titanlite --help`.
 MORE = {
     "train": ("observe.md", "titanlite train configs/llama_tiny.toml --training.steps=500"),
-    "sample": ("text.md", 'titanlite sample outputs/llama_tiny/checkpoint --prompt "The "'),
+    "sample": ("text.md", 'titanlite sample outputs/run/checkpoint --prompt "The "'),
     "convert": ("huggingface.md", "titanlite convert model.safetensors --out checkpoint"),
     "verify": ("verify.md", "titanlite verify --matrix --ranks 4 --limit 2"),
     "debug": ("threads.md", "titanlite debug configs/pp2_tp2.toml --record step.html"),
@@ -46,8 +46,7 @@ def page() -> str:
         link, example = MORE[name]
         purpose = command.purpose[0].upper() + command.purpose[1:]
         parts.append(
-            f"## {name}\n\n{purpose}: [{link}]({link}).\n\n"
-            f"```\n{command.example}\n{example}\n```\n"
+            f"## {name}\n\n{purpose}: [{link}]({link}).\n\n```\n{command.example}\n{example}\n```\n"
         )
     return "\n".join(parts)
 
