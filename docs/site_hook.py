@@ -2,7 +2,8 @@
 
 A link to a file that is no page of the site (source, tests, programs) leads to `repo_url` in
 mkdocs.yml; without one, it becomes the path as plain text. Lists, tables and headings may follow a
-paragraph without a blank line. A picture leads to itself at full size.
+paragraph without a blank line. A picture leads to itself at full size; one that is drawn on white
+is marked, for site/style.css.
 """
 
 import os
@@ -12,8 +13,9 @@ from typing import Any
 
 FENCE = re.compile(r"^\s*(```+|~~~+)")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]`]|`[^`]*`)+)\]\(([^()\s]+)\)")
-PICTURE = re.compile(r"^(!\[[^\]]*\]\(([^()\s]+)\))$")
+PICTURE = re.compile(r"^(!\[[^\]]*\])\(([^()\s]+)\)$")
 ITEM = re.compile(r"^(?:[-*+]|\d+\.) ")
+ON_WHITE = re.compile(r"""<rect[^>]*fill=["'](?:#ffffff|white)""")
 FILE_NAME = re.compile(r"\.[a-z]+`?$")
 BRANCH = "main"
 
@@ -42,6 +44,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return f"<code title='{path}'>{text.strip('`')}</code>"
         return f"`{path}`" if FILE_NAME.search(text) or text in path else f"{text} (`{path}`)"
 
+    def picture(found: re.Match[str]) -> str:
+        path = os.path.join(repository, here, found[2])
+        mark = "#on-white" if os.path.exists(path) and _is_on_white(path) else ""
+        return f"[{found[1]}({found[2]}{mark})]({found[2]})"
+
     lines: list[str] = []
     fence = ""
     for line in markdown.splitlines():
@@ -58,10 +65,19 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             )
             if last and begins:
                 lines.append("")
-            line = PICTURE.sub(r"[\1](\2)", LINK.sub(link, line))
+            line = PICTURE.sub(picture, LINK.sub(link, line))
         lines.append(line)
     return "\n".join(lines) + "\n"
 
 
 def _is_row(line: str) -> bool:
     return line.startswith("|")
+
+
+def _is_on_white(path: str) -> bool:
+    """Whether a picture is a drawing on white that has no dark form of its own."""
+    if not path.endswith(".svg"):
+        return "digits" not in path
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    return "prefers-color-scheme" not in text and bool(ON_WHITE.search(text))
