@@ -5,10 +5,11 @@ PYTHON ?= python3
 VENV := .venv$(TORCH:%=-torch%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SITE_READY := $(VENV)/.ready-site
 # Two test processes take files in this order, so that neither is left with a long file at the end.
 SLOWEST_FIRST := tests/newcomer tests/parity tests/mutants tests
 
-.PHONY: train test test-all test-versions check docs clean
+.PHONY: train test test-all test-versions check docs site serve clean
 
 train: $(READY)
 	$(BIN)/torchrun train.py --job.config_file=configs/tp2_fsdp2.toml
@@ -16,7 +17,7 @@ train: $(READY)
 test: $(READY) check
 	$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST_FIRST)
 
-test-all: $(READY) check
+test-all: $(SITE_READY) check
 	$(BIN)/pytest -q
 
 # On the oldest and the newest torch. For Linux, PyPI has them as CUDA builds of several GB each.
@@ -34,6 +35,13 @@ docs: $(READY)
 	$(BIN)/python docs/make_api.py
 	$(BIN)/python docs/make_pictures.py
 
+# The documentation as a site that needs no network, in build/site.
+site: $(SITE_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+serve: $(SITE_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 clean:
 	rm -rf .venv* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -42,3 +50,7 @@ $(READY): pyproject.toml .ci/constraints.txt
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' .ci/constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $(READY)
+
+$(SITE_READY): $(READY)
+	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[docs]'
+	touch $(SITE_READY)

@@ -6,6 +6,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+from parallel_code import CopyToRanks, SumOverRanks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -116,31 +117,6 @@ class Gather(torch.autograd.Function):
         return gradient.chunk(size, ctx.dim)[rank], None, None, None, None
 
 
-class Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-class Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
 def averaged(model, group=None):
     """Gradients become means over the ranks as they are accumulated."""
 
@@ -223,7 +199,7 @@ class ShardedAttention(nn.Module):
         q, k, v = (t.view(batch, length, heads, -1).transpose(1, 2) for t in (q, k, v))
         y = scaled_dot_product_attention(q, k, v, is_causal=True)
         y = self.out(y.transpose(1, 2).reshape(batch, length, -1))
-        return Reduce.apply(y, self.group) + self.bias
+        return SumOverRanks.apply(y, self.group) + self.bias
 
 
 def cut_qkv(whole, rank, size):
@@ -238,7 +214,7 @@ class TensorParallel(Model):
 
     def forward(self, tokens):
         x = self.embed(tokens)
-        given = x if self.fault == "not copied" else Copy.apply(x, self.group)
+        given = x if self.fault == "not copied" else CopyToRanks.apply(x, self.group)
         if self.fault == "doubled":
             given = given * 2
         x = x + self.attention(given)
@@ -378,7 +354,7 @@ class VocabularyParallel(Model):
     def forward(self, tokens):
         x = self.embed(tokens)
         x = x + self.attention(x)
-        return self.head(Copy.apply(x + self.mlp(self.norm(x)), self.group))
+        return self.head(CopyToRanks.apply(x + self.mlp(self.norm(x)), self.group))
 
 
 def vocabulary_parallel(mesh, fault=""):

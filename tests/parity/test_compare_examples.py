@@ -173,40 +173,30 @@ def with_accelerate():
     return model, optimizer, accelerator
 
 
-def accumulate(built, batch):
-    """Two microbatches, each of which accelerate divides by their number."""
+def loop(built, batch, entered, run_backward):
     model, _, accelerator = built
     losses = []
     for x, targets in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
-        with accelerator.accumulate(model):
+        with entered(accelerator, model):
             loss = net_loss(model, (x, targets))
-            accelerator.backward(loss)
+            run_backward(accelerator, loss)
             losses.append(loss.detach())
     return torch.stack(losses).mean()
+
+
+def accumulate(built, batch):
+    """Two microbatches, each of which accelerate divides by their number."""
+    return loop(built, batch, lambda a, model: a.accumulate(model), lambda a, x: a.backward(x))
 
 
 def accumulate_undivided(built, batch):
     """The loop calls backward() itself, so nothing is divided by the number of microbatches."""
-    model, _, accelerator = built
-    losses = []
-    for x, targets in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
-        with accelerator.accumulate(model):
-            loss = net_loss(model, (x, targets))
-            loss.backward()
-            losses.append(loss.detach())
-    return torch.stack(losses).mean()
+    return loop(built, batch, lambda a, model: a.accumulate(model), lambda _, x: x.backward())
 
 
 def accumulate_without_sync(built, batch):
     """Every microbatch, the last one too, runs under no_sync()."""
-    model, _, accelerator = built
-    losses = []
-    for x, targets in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
-        with accelerator.no_sync(model):
-            loss = net_loss(model, (x, targets))
-            accelerator.backward(loss)
-            losses.append(loss.detach())
-    return torch.stack(losses).mean()
+    return loop(built, batch, lambda a, model: a.no_sync(model), lambda a, x: a.backward(x))
 
 
 def compare_loop(step):
