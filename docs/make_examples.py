@@ -22,11 +22,12 @@ def written(page: str) -> str:
     """The page with what each command prints, without the table and what is also seen."""
 
     def block(found: re.Match[str]) -> str:
-        header, _, *rest = output(FOLDER / found[1], *found[2].split()).split("\n\n")
-        verdict = re.sub(r"(DIFFERS:.*|AGREES:)[^$]*", r"\1", rest[0])
+        said, _, _ = output(FOLDER / found[1], *found[2].split()).partition("\n\nparallel ")
+        verdict, *rest = said.split("\n\n")
+        verdict = re.sub(r"(DIFFERS:.*|AGREES:)[^$]*", r"\1", verdict)
         verdict = re.sub(r" \(\d+\.\d s\)$", "", verdict)
-        causes = [f"\n{text.strip()}\n" for text in rest[1:2]] + ["[...]\n"] * (len(rest) > 2)
-        shown = f"{header}\n[...]\n{verdict} [...]\n{''.join(causes)}"
+        cause = "".join(f"\n{text}\n[...]\n" for text in rest[:1])
+        shown = f"{verdict} [...]\n{cause}"
         return f"$ python docs/examples/{found[1]}{found[2]}\n{shown}"
 
     return BLOCK.sub(block, page)
