@@ -1,6 +1,6 @@
 """Train a model from one TOML file: torchrun train.py --job.config_file=configs/tp2_fsdp2.toml
 
-titanlite/run.py contains the run itself. `--help` lists every key.
+titanlite/run.py contains the run itself. `--help` lists the sections, `--help SECTION` their keys.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def verified(job: str, plan: str, more: tuple[str, ...]) -> str:
     said = " ".join(done.stdout.split())
     backend = re.search(r"by the backend (\w+)", said)
     verdict = re.search(r"\b(AGREES|DIFFERS|DOES NOT RUN)\b: (.*)", said)
-    largest = re.search(r"largest difference is (\S+)", said)
+    largest = re.search(r"max difference (\S+),", said)
     seconds = re.search(r"\((\d+)\.\d s\)", said)
     word = verdict[1].lower() if verdict else "is refused"
     if word != "agrees":

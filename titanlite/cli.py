@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.errors import TitanliteError
+from titanlite.errors import TitanliteError, suggest
 from titanlite.ranks.signals import ending_with_the_output, interrupt_status, unwinding_at_sigterm
 from titanlite.version import VERSION
 
@@ -25,6 +28,7 @@ class Command:
     module: str
     purpose: str
     example: str
+    second: str  # another example, which --help shows
     function: str = "main"
     has_own_end: bool = False
     """Whether the function handles signals and errors itself."""
@@ -43,6 +47,7 @@ COMMANDS = {
         "titanlite.cli",
         "train a model, like train.py; also under torchrun",
         "titanlite train configs/tp2_fsdp2.toml --training.steps=100",
+        "titanlite train --help parallelism",
         function="train",
         has_own_end=True,
     ),
@@ -50,16 +55,19 @@ COMMANDS = {
         "titanlite.tools.sample.command",
         "draw samples from a checkpoint",
         "titanlite sample outputs/run/checkpoint --out samples.png",
+        'titanlite sample outputs/text/checkpoint --prompt "import "',
     ),
     "convert": Command(
         "titanlite.tools.convert.command",
         "convert a checkpoint to .safetensors, or back",
         "titanlite convert outputs/run/checkpoint --out model.safetensors",
+        "titanlite convert model.safetensors --out outputs/new/checkpoint",
     ),
     "verify": Command(
         "titanlite.tools.verify.command",
         "compare a plan with one process, and name the cause of a difference",
         "titanlite verify configs/tp2_fsdp2.toml --steps=2",
+        "titanlite verify --matrix --ranks 4",
         starts_ranks=True,
         of_torchtitan="verify",
     ),
@@ -67,40 +75,47 @@ COMMANDS = {
         "titanlite.tools.debug.command",
         "open pdb in one rank of a job, while all others stand still",
         "titanlite debug configs/tp2_fsdp2.toml --rank 3",
+        "titanlite debug configs/tp2_fsdp2.toml --record messages.html",
         of_torchtitan="debug",
     ),
     "import": Command(
         "titanlite.tools.torchtitan.command",
         "print a configuration of TorchTitan 0.3 as a job in TOML",
         "titanlite import torchtitan:llama3_8b",
+        "titanlite import torchtitan:llama3_debugmodel > job.toml",
         function="to_toml",
     ),
     "plan": Command(
         "titanlite.tools.planner.command",
         "show what a step takes on any number of ranks, before it runs",
         "titanlite plan configs/plan/llama_405b.toml",
+        "titanlite plan configs/tp2_fsdp2.toml --hardware h100",
         of_torchtitan="plan",
     ),
     "simulate": Command(
         "titanlite.tools.simulate.command",
         "draw and compare training schemes in virtual time",
         "titanlite simulate 1F1B --workers 4 --batches 8",
+        "titanlite simulate GPipe --compare 1F1B --svg out.svg",
         parts={"ladder": "titanlite.tools.learn.ladder.command"},
     ),
     "learn": Command(
         "titanlite.tools.learn.command",
         "answer a question on each parallelism: formula, simulated, measured",
         "titanlite learn dp",
+        "titanlite learn pp --svg bubble.svg",
     ),
     "lab": Command(
         "titanlite.tools.lab.__main__",
         "build every parallelism from send and receive, on real ranks",
         "titanlite lab all",
+        "titanlite lab zero --world 2",
     ),
     "ladder": Command(
         "titanlite.tools.learn.ladder.__main__",
         "one training step on 1D to 4D simulated GPUs, each a script",
         "titanlite ladder 2d-pp",
+        "titanlite ladder 3d --help",
     ),
 }
 
@@ -125,11 +140,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def program() -> str:
+    """What was typed to run this: "titanlite", or "python -m titanlite"."""
+    is_module = Path(sys.argv[0]).parts[-2:] == ("titanlite", "__main__.py")
+    return "python -m titanlite" if is_module else "titanlite"
+
+
 def train(arguments: Sequence[str]) -> int:
     """`titanlite train FILE [--section.key=value ...]`; returns the exit status."""
     from titanlite.run import command
 
-    return command(arguments, tools())
+    return command(arguments, tools(), f"{program()} train")
 
 
 def tools() -> Tools:
@@ -148,6 +169,13 @@ def usage() -> str:
     return "\n".join([*lines, "", "Run `titanlite COMMAND --help` for details."])
 
 
+def _with_examples(command: Command, text: str) -> str:
+    """The help `text` of a command below its examples; commands begin as this one was typed."""
+    lines = ["examples:", f"  $ {command.example}", f"  $ {command.second}", "", text.rstrip()]
+    commands = rf"titanlite (?=COMMAND|{'|'.join(COMMANDS)}\b)"
+    return re.sub(commands, f"{program()} ", "\n".join(lines))
+
+
 def _is_of_torchtitan(words: Sequence[str]) -> bool:
     return any(word.startswith(TORCHTITAN) for word in words)
 
@@ -160,7 +188,8 @@ def _run(name: str, rest: Sequence[str]) -> int:
         print(f"titanlite {VERSION}")
         return 0
     if name not in COMMANDS:
-        print(f"titanlite: no command {name!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
+        advice = suggest(name, COMMANDS, f"choose from {', '.join(COMMANDS)}")
+        print(f"titanlite: no command {name!r}; {advice}", file=sys.stderr)
         return 2
     command = COMMANDS[name]
     try:
@@ -170,13 +199,18 @@ def _run(name: str, rest: Sequence[str]) -> int:
                 module = command.parts[rest.pop(0)]
             elif command.of_torchtitan and _is_of_torchtitan(rest):
                 module, function = "titanlite.tools.torchtitan.command", command.of_torchtitan
-            status: int = getattr(import_module(module), function)(rest)
+            run = getattr(import_module(module), function)
+            if command.has_own_end or not {"-h", "--help"} & set(rest):
+                return int(run(rest))
+            with redirect_stdout(io.StringIO()) as text, suppress(SystemExit):
+                run(rest)
+            print(_with_examples(command, text.getvalue()))
+            return 0
     except KeyboardInterrupt as stop:
         return interrupt_status(stop)
     except TitanliteError as error:
         print(f"titanlite {name}: {error}", file=sys.stderr)
         return 2
-    return status
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 import bisect
 import contextlib
+import difflib
 import linecache
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 
 class TitanliteError(Exception):
@@ -102,6 +103,14 @@ def nearest(value: int, legal: Sequence[int]) -> str:
 def number_ranks(numbers: Collection[int]) -> str:
     """Rank numbers as text: "rank 3" or "ranks 0, 2"."""
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
+
+
+def suggest(
+    name: str, known: Iterable[str], otherwise: str = "", show: Callable[[str], str] = str
+) -> str:
+    """ "did you mean `known`?" for a known name that is spelled like `name`, or `otherwise`."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.65)
+    return f"did you mean {show(match[0])}?" if match else otherwise
 
 
 def one_of(words: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from titanlite.callbacks import Callbacks, Recording, TrainResult
 from titanlite.config import ResolvedJob, read_job
+from titanlite.observe.terminal import tell
 from titanlite.ranks.fork_server import prepare_environment
 from titanlite.ranks.launch import Place, torchrun_place
 from titanlite.ranks.signals import StopRequest, ending_with_the_output
@@ -38,16 +39,19 @@ def main(argv: Sequence[str], tools: Tools, *, example: str = EXAMPLE) -> int:
             tools.planner.print_memory(read, num_ranks, is_first=world is None or world.rank == 0)
         else:
             start = check_start(read, world, trains=True, planner=tools.planner)
+            if world is None:
+                size = start.job.dims.world_size
+                tell(f"starting {size} rank{'s' * (size > 1)}")
             run_job(train_on_rank, start, world, None, tools.artist)
     return ended.status
 
 
-def command(arguments: Sequence[str], tools: Tools) -> int:
+def command(arguments: Sequence[str], tools: Tools, name: str = "titanlite train") -> int:
     """`titanlite train FILE [--section.key=value ...]`, like train.py; returns the exit status."""
     words = list(arguments)
     if words and not words[0].startswith("-"):
         words[0] = f"--job.config_file={words[0]}"
-    return main(words, tools, example="titanlite train configs/tp2_fsdp2.toml")
+    return main(words, tools, example=f"{name} configs/tp2_fsdp2.toml")
 
 
 def train_on_rank(

@@ -169,6 +169,7 @@ def test_one_process_writes_figures_and_pictures(tmp_path):
             validation__steps=1,
             sampling__num_samples=3,
             metrics__enable_tensorboard=True,
+            metrics__verbose=True,
             job__save_config_file="job.toml",
         )
     )

@@ -58,12 +58,17 @@ def test_the_examples_name_files_and_options_that_there_are(
     for name in ("train", "verify"):
         assert Path(shlex.split(COMMANDS[name].example)[2]).is_file()
     capsys.readouterr()
-    for name in ("sample", "convert"):
-        with pytest.raises(SystemExit):
-            main([name, "--help"])
-        taken = capsys.readouterr().out
-        for word in shlex.split(COMMANDS[name].example)[2:]:
-            assert not word.startswith("--") or word in taken
+    for name in set(COMMANDS) - {"train"}:
+        assert main([name, "--help"]) == 0
+        examples, usage, *_ = taken = capsys.readouterr().out.split("\n\n")
+        both = COMMANDS[name].example, COMMANDS[name].second
+        assert examples == "\n  $ ".join(["examples:", *both])
+        assert usage.startswith(f"usage: titanlite {name} ")
+        for words in map(shlex.split, both):
+            assert words[:2] == ["titanlite", name]
+            for word in words[2:]:
+                option = word.partition("=")[0]
+                assert not option.startswith("--") or option in "".join(taken)
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +79,15 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["trian"], "titanlite: no command 'trian'; choose from train, "),
+        (["trian"], "titanlite: no command 'trian'; did you mean train?"),
+        (["fly"], "titanlite: no command 'fly'; choose from train, "),
+        (["verify", "--stepps=2"], "titanlite verify: --stepps: there is no such option; did you "),
+        (
+            ["plan", "--serch"],
+            "titanlite plan: --serch: there is no such option; did you mean --se",
+        ),
+        (["learn", "--tabel"], "titanlite learn: --tabel: there is no such option; did you mean "),
+        (["learn", "pipe"], "titanlite learn: topic: there is no 'pipe'; "),
         (["train"], "job.config_file: no file is given; run titanlite train "),
         (["train", "nowhere.toml"], 'job.config_file: "nowhere.toml" does not exist; '),
         (["verify"], "titanlite verify: job.config_file: no file is given; run "),

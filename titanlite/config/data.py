@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from titanlite.config.model import load_model_spec
 from titanlite.config.schema import JobConfig
 from titanlite.data.spec import DatasetSpec, JobKeys
-from titanlite.errors import ConfigError, one_of, quote
+from titanlite.errors import ConfigError, one_of, quote, suggest
 from titanlite.registry import DATASETS
 
 # A data set on the Hub, and its configuration: "allenai/c4:en".
@@ -30,10 +29,7 @@ def source_problems(section: str, dataset: str, path: str | None) -> Iterator[st
             f"give {one_of(map(quote, DATASETS))}"
         )
     elif info is None:
-        match = difflib.get_close_matches(dataset, DATASETS, n=1)
-        advice = (
-            f"did you mean {quote(match[0])}?" if match else f"give {one_of(map(quote, DATASETS))}"
-        )
+        advice = suggest(dataset, DATASETS, f"give {one_of(map(quote, DATASETS))}", quote)
         yield f"{section}.dataset: there is no data set {name}; {advice}"
     elif info.needs_path and path is None and info.default_path is not None:
         if not Path(info.default_path).is_dir():

@@ -12,41 +12,54 @@ from titanlite.config.keys import Key, job_keys, job_sections
 from titanlite.config.model import make_model_config
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import show
+from titanlite.errors import ConfigError, suggest
 
 USAGE = """\
-usage: torchrun train.py --job.config_file=FILE [--section.key=VALUE ...]
+examples:
+  $ {example}
+  $ {program} --help parallelism
+
+usage: {program} {file} [--section.key=VALUE ...]
 
 A job is a TOML file. Options override its keys: --training.steps=100 or --training.steps 100;
 --compile.enable, or =true, or =false; --compile.components=model,loss. The value none unsets a
-key. The keys, with default, purpose and type:
+key. `--help SECTION` lists the keys of a section, and `--help all` those of all sections:
 """
 
-ABSENT = "TorchTitan keys that titanlite does not have; only the value shown is accepted:"
-IDLE = "Keys that configure those features; any value is accepted and has no effect:"
-
+SECTION_WIDTH = 24
 LEFT_WIDTH = 36  # of the column that holds key and default
 GLUE = "\0"  # a space without a line break
 
 
-def help_text(own_keys: Mapping[str, Key]) -> str:
-    """The text of --help; `own_keys` are the keys of the model's own configuration."""
+def help_text(own_keys: Mapping[str, Key], example: str, asked: str = "") -> str:
+    """The text of --help: the sections, or if `asked`, the keys of one, of one key, or of "all".
+
+    `own_keys` are the keys of the model's own configuration; `example` is a command with a file.
+    Raises ConfigError if there is no section or key `asked`.
+    """
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 72), 120)
-    lines = [USAGE]
-    for section, keys in by_section(key for key in job_keys().values() if key.is_live):
-        lines.append(f"[{section}]  {job_sections()[section].__doc__}")
-        for key in keys + (list(own_keys.values()) if section == "model" else []):
+    sections = job_sections()
+    if not asked or asked.endswith(".toml"):
+        start, _, file = example.rpartition(" ")
+        option, equals, _ = file.rpartition("=")
+        lines = [USAGE.format(example=example, program=start, file=f"{option}{equals}FILE")]
+        for name in dict.fromkeys(key.section for key in job_keys().values() if key.is_live):
+            about = (sections[name].__doc__ or "").partition(". ")[0]
+            lines.append(f"  {name:<{SECTION_WIDTH}}{about}")
+        return "\n".join(lines)
+
+    lines = []
+    live = (key for key in (*job_keys().values(), *own_keys.values()) if key.is_live)
+    for section, keys in by_section(
+        key for key in live if asked == "all" or f"{key.name}.".startswith(f"{asked}.")
+    ):
+        lines.append(f"[{section}]  {sections[section].__doc__}")
+        for key in keys:
             lines += _help_lines(key, width, is_own=key.name in own_keys)
         lines.append("")
-    for title, absent in (
-        (ABSENT, [key for key in job_keys().values() if key.not_yet]),
-        (IDLE, [key for key in job_keys().values() if key.inert]),
-    ):
-        lines += [title, ""]
-        for section, keys in by_section(absent):
-            lines.append(f"[{section}]")
-            for key in keys:
-                lines += _help_lines(key, width)
-            lines.append("")
+    if not lines:
+        advice = suggest(asked, [*sections, *job_keys()], "see --help for all sections")
+        raise ConfigError(f"--help: there is no section {asked!r}; {advice}")
     return "\n".join(lines).rstrip()
 
 

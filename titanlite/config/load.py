@@ -107,15 +107,18 @@ def read_job(argv: Sequence[str], *, needs_file: str = "") -> Reading:
     """The job that the command line `argv` (without the program's name) describes.
 
     `--job.config_file=F` names a TOML file; every other `--section.key=value` or
-    `--section.key value` overrides it. `--help` prints every key and exits. Without a file, a job
-    has all defaults. But if `needs_file`, an example of a command with a file, is not empty, a file
-    is required. If it is missing or cannot be read, ConfigError is raised.
+    `--section.key value` overrides it. `--help` prints the sections and exits, `--help SECTION`
+    their keys. Without a file, a job has all defaults. But if `needs_file`, an example of a
+    command with a file, is not empty, a file is required. If it is missing or cannot be read,
+    ConfigError is raised.
     """
-    if "--help" in argv or "-h" in argv:
-        from titanlite.config.document import help_text
+    for at, word in enumerate(argv):
+        if word in ("-h", "--help"):
+            from titanlite.config.document import help_text
 
-        print(help_text(_own_keys(_values_for_help(argv))))
-        raise SystemExit(0)
+            asked = "".join(one for one in argv[at + 1 :][:1] if not one.startswith("-"))
+            print(help_text(_own_keys(_values_for_help(argv)), needs_file, asked))
+            raise SystemExit(0)
     problems: list[str] = []
     texts = _read_arguments(argv, problems)
     files = [text for name, text in texts if name == CONFIG_FILE and text is not None]
@@ -364,7 +367,7 @@ def _unknown(name: str, keys: Mapping[str, Key], value: Any, doubtful: set[str])
         doubtful.add(meant)
         return f"{shown}: there is no such key; did you mean {meant}?"
     section = name.rpartition(".")[0]
-    place = f"[{section}] in --help" if section in sections else "--help"
+    place = f"--help {section}" if section in sections else "--help"
     return f"{shown}: there is no such key; see {place}"
 
 

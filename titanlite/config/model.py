@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import os
@@ -19,7 +18,7 @@ from titanlite.config.keys import Key, field_types, job_keys, model_keys, neares
 from titanlite.config.problems import explain
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import show_name
-from titanlite.errors import ConfigError, one_of, quote, user_line
+from titanlite.errors import ConfigError, one_of, quote, suggest, user_line
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.spec import ModelSpec
 from titanlite.registry import MODELS, registers_something
@@ -200,8 +199,7 @@ def _unknown(name: str, meant: str | None, keys: dict[str, Key], model: str) -> 
 
 
 def _suggest(name: str, known: Collection[str]) -> str:
-    match = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {quote(match[0])}?" if match else f"give {one_of(map(quote, known))}"
+    return suggest(name, known, f"give {one_of(map(quote, known))}", quote)
 
 
 def import_module(name: str) -> None:

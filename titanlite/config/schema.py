@@ -133,6 +133,9 @@ class Metrics(Section):
     """Numbers logged during training"""
 
     log_freq: PositiveInt = key(10, "steps between reports")
+    verbose: bool = key(
+        False, "print all of first_screen.txt at the start, not a brief form", torchtitan=OWN
+    )
     enable_tensorboard: bool = key(False, "write TensorBoard files (needs the extra tensorboard)")
     disable_color_printing: bool = key(False, "print without colours")
     save_tb_folder: Name = key("tb", "folder in dump_folder for TensorBoard files")

@@ -4,7 +4,8 @@
     plan           each parallel feature as requested and as active
     mesh           the position of each rank
 
-The input is plain values; run_facts.py derives the facts from a job.
+A run prints it in brief, unless metrics.verbose is set, and writes all of it to a file. The input
+is plain values; run_facts.py derives the facts from a job.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 from rich.console import Console
@@ -22,7 +23,8 @@ from titanlite.observe.terminal import is_terminal, terminal_width
 from titanlite.plan_row import PlanRow
 
 PLAIN_WIDTH = 80
-MOST_WIDTH = 110
+# The facts of the brief screen; those that differ from the request are there in any case.
+IN_BRIEF = ("device", "model", "data", "batch", "steps", "output", "starts from")
 _HEADINGS = ("feature", "requested", "active", "note")
 _BETWEEN = "  "
 _LEAST_NOTE = 24
@@ -57,14 +59,14 @@ def render_screen(
 ) -> str:
     """The screen as text to print to `stream`: colored for a terminal, otherwise plain ASCII.
 
-    It is as wide as the terminal, at most 110 columns, or 80 columns if `stream` is no terminal.
+    It is as wide as the terminal, or 80 columns if `stream` is no terminal.
     Longer texts are wrapped and indented. Lines that differ from the request are marked "!", on a
     terminal in yellow. `mesh` is the result of draw_mesh.
     """
     on_terminal = stream is not None and is_terminal(stream)
     width = PLAIN_WIDTH
     if stream is not None and on_terminal:
-        width = min(MOST_WIDTH, terminal_width(stream))
+        width = terminal_width(stream)
     lines = [_Line(line, len(line)) for line in textwrap.wrap(title, width)]
     lines.append(_Line(""))
     lines += _fact_lines(facts, width)
@@ -75,6 +77,18 @@ def render_screen(
     if on_terminal:
         return _colored(lines, color=color, width=width)
     return "\n".join(line.text.rstrip() for line in lines)
+
+
+def in_brief(
+    title: str, facts: Sequence[Fact], rows: Sequence[PlanRow], mesh: str
+) -> tuple[str, list[Fact], list[PlanRow], str]:
+    """The content of a screen that names the active features in one line, and the mesh."""
+    on = [f"{row.feature} {row.active}" for row in rows if row.active != "off" and not row.differs]
+    shown = [fact for fact in facts if fact.differs or fact.name in IN_BRIEF]
+    rest = "; first_screen.txt there has the rest"
+    shown = [replace(one, text=one.text + rest * (one.name == "output")) for one in shown]
+    shown += [Fact("plan", ", ".join(on))] if on else []
+    return title, shown, [row for row in rows if row.differs], mesh.partition("\n")[0]
 
 
 def beside(mesh: str, width: int) -> list[str]:

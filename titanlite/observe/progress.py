@@ -6,6 +6,7 @@ rank and time left. Only one rank shows it; the others pass enabled=False.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +28,8 @@ _REDRAW_SECONDS = 0.1
 _LONGEST_SILENCE_SECONDS = 30.0
 # The weight of a new step in the running mean of seconds per step.
 _NEW_WEIGHT = 0.1
+# The most columns of a line outside a terminal.
+_MOST_COLUMNS = 100
 _NUMBER = r"(?<!\S)-?\d\S*"
 
 
@@ -34,9 +37,10 @@ class Progress:
     """Shows the steps of a run as they end: `with Progress(steps) as p: ... p.update(record)`.
 
     On a terminal the bar stays at the bottom and `print` writes above it. Elsewhere a line without
-    control characters is written for the first step, the last, every `log_freq`-th, each validated
-    one, and any step that ends half a minute after the previous line. With `color` False there are
-    no colors on a terminal either. However the block ends, Ctrl-C included, the bar keeps its last
+    control characters is written for the first step, the last, every `log_freq`-th, and any step
+    that ends half a minute after the previous line. It has no FLOP/s, and fits 100 columns, if need
+    be without the learning rate. A validation has its own line. With `color` False there are no
+    colors on a terminal either. However the block ends, Ctrl-C included, the bar keeps its last
     state and the terminal is restored. A resumed run passes its `first_step`.
     """
 
@@ -95,8 +99,7 @@ class Progress:
         self._last, self._of_whom = record, "in all" if of_all_ranks else "a rank"
         is_last = record.step >= self._total_steps
         if self._live is not None:
-            if record.validation_loss is not None:
-                self.print(f"step {record.step}: " + "  ".join(_validation(record)))
+            self._print_validation(record)
             if is_last or now - self._drawn_at >= _REDRAW_SECONDS:
                 self._drawn_at = now
                 self._live.console.width = terminal_width(self._stream)
@@ -105,17 +108,14 @@ class Progress:
             is_last
             or record.step == self._first_step
             or record.step % self._log_freq == 0
-            or record.validation_loss is not None
             or now - self._drawn_at >= _LONGEST_SILENCE_SECONDS
         ):
             self._drawn_at = now
-            parts = [
-                self._count(),
-                *_figures(record, self._of_whom),
-                *_validation(record),
-                self._time_left(),
-            ]
-            self.print("  ".join(part for part in parts if part))
+            parts = [self._count(), *_figures(record, self._of_whom), self._time_left()]
+            line = "  ".join(part for part in parts if part and "FLOP/s" not in part)
+            self.print(line if len(line) <= _MOST_COLUMNS else re.sub(r"  lr \S+", "", line))
+        if self._live is None:
+            self._print_validation(record)
 
     def print(self, line: str) -> None:
         """Write a line; on a terminal, above the bar."""
@@ -129,6 +129,10 @@ class Progress:
                 self._stream.flush()
             except BrokenPipeError as error:
                 raise OutputClosedError("the output is closed, so the run ends") from error
+
+    def _print_validation(self, record: StepRecord) -> None:
+        if figures := _validation(record):
+            self.print(f"step {record.step}: {'  '.join(figures)}")
 
     def _count_time(self, now: float) -> None:
         elapsed, self._last_time = now - self._last_time, now
@@ -191,11 +195,7 @@ def _packed(parts: list[str], width: int) -> list[str]:
 
 
 def _figures(record: StepRecord, of_whom: str) -> list[str]:
-    figures = [
-        f"loss {record.loss:.4f}",
-        f"grad norm {record.grad_norm:.3g}",
-        f"lr {record.lr:.2e}",
-    ]
+    figures = [f"loss {record.loss:.4f}", f"norm {record.grad_norm:.3g}", f"lr {record.lr:.2e}"]
     if record.tokens_per_second is not None:
         figures.append(f"{format_count(record.tokens_per_second)} tokens/s")
     if record.samples_per_second is not None:

@@ -20,7 +20,7 @@ from titanlite.config.data import spec_for
 from titanlite.config.document import format_config
 from titanlite.errors import ConfigError
 from titanlite.job import Job
-from titanlite.observe.first_screen import render_screen
+from titanlite.observe.first_screen import in_brief, render_screen
 from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.metrics import MetricsLog, StepRecord, mfu, peak_process_bytes
 from titanlite.observe.pipeline_timeline import PipelineRecorder, gather_timeline
@@ -329,7 +329,8 @@ class Reporter:
             starts_from=self._starts_from,
         )
         content = job.config.job.description, facts, job.applied, draw_mesh(job.dims)
-        say(render_screen(*content, stream=sys.stdout, color=self._color))
+        shown = content if job.config.metrics.verbose else in_brief(*content)
+        say(render_screen(*shown, stream=sys.stdout, color=self._color))
         written = self._folder / FIRST_SCREEN
         written.write_text(render_screen(*content) + "\n", encoding="utf-8")
         if idle := name_idle_keys(job.config):

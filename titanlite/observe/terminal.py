@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import threading
+from collections.abc import Iterator
 from typing import TextIO
 
 DEFAULT_WIDTH = 100
+SILENT_SECONDS = 1.0
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -24,3 +29,21 @@ def terminal_width(stream: TextIO) -> int:
         return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
     except (OSError, ValueError):
         return DEFAULT_WIDTH
+
+
+def tell(what: str) -> None:
+    """Say on stderr, if that is a terminal, what runs now."""
+    if is_terminal(sys.stderr):
+        print(f"{what} ...", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def telling(what: str) -> Iterator[None]:
+    """As `tell`, once what runs inside has taken a second."""
+    timer = threading.Timer(SILENT_SECONDS, tell, [what])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -6,7 +6,6 @@ not.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
@@ -15,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanlite.errors import TitanliteError
+from titanlite.errors import TitanliteError, one_of, suggest
 from titanlite.parallelize.plan import ParallelPlan, find_plan, lacks_plan
 
 Plan: TypeAlias = ParallelPlan | Mapping[str, ParallelStyle]
@@ -77,9 +76,8 @@ def check_choice(step: str, name: str, value: object, legal: Sequence[str]) -> N
     """Raises TitanliteError unless `value` is one of `legal`."""
     if value in legal:
         return
-    near = difflib.get_close_matches(value, legal, n=1) if isinstance(value, str) else []
-    *first, last = (_quoted(choice) for choice in legal)
-    advice = f"did you mean {_quoted(near[0])}?" if near else f"give {', '.join(first)} or {last}"
+    word = value if isinstance(value, str) else ""
+    advice = suggest(word, legal, f"give {one_of(map(_quoted, legal))}", _quoted)
     raise TitanliteError(f"{step}: {name} {_quoted(value)} is not one of its values; {advice}")
 
 

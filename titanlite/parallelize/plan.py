@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from torch import nn
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanlite.errors import TitanliteError
+from titanlite.errors import TitanliteError, suggest
 
 
 @dataclass(frozen=True)
@@ -172,9 +171,8 @@ def check_plan(model: nn.Module, plan: ParallelPlan) -> None:
                     f"'{plan.blocks}' in it; name the modules outside the blocks"
                 )
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
                 children = ", ".join(child for child, _ in model.named_children())
-                advice = f"did you mean '{near[0]}'?" if near else f"its modules are {children}"
+                advice = suggest(name, known, f"its modules are {children}", repr)
                 raise TitanliteError(
                     f"`{group}` of the plan of {type(model).__name__} names '{name}', and the "
                     f"model has no such module; {advice}"

@@ -2,46 +2,76 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlite.errors import ConfigError, quote
+from titanlite.errors import ConfigError, quote, suggest
 
 
 def split_options(
     arguments: Sequence[str],
     values: Mapping[str, Callable[[str, str], object]],
     flags: Collection[str] = (),
+    *,
+    text: str,
 ) -> tuple[dict[str, Any], list[str]]:
     """The options of a command by attribute name, in their order, and the arguments of its job.
 
     `values` reads the value of each option that has one, by (name, text). A word without dashes is
-    the file of the job. Raises ConfigError.
+    the file of the job. With --help, prints `text` and exits. Raises ConfigError.
     """
+    if {"-h", "--help"} & set(arguments):
+        print(text)
+        raise SystemExit(0)
     found: dict[str, Any] = {}
     job, rest = [], list(arguments)
     while rest:
         word = rest.pop(0)
-        name, equals, text = word.partition("=")
+        name, equals, value = word.partition("=")
         attribute = name.removeprefix("--").replace("-", "_")
         if name in values:
             if not equals:
                 if not rest or rest[0].startswith("--"):
                     raise ConfigError(f"{name}: needs a value; write {name}=value")
-                text = rest.pop(0)
-            found[attribute] = values[name](name, text)
+                value = rest.pop(0)
+            found[attribute] = values[name](name, value)
         elif word in flags:
             found[attribute] = True
         elif not word.startswith("--"):
             job.append(f"--job.config_file={word}")
+        elif "." not in name and (meant := nearest_option(name, [*values, *flags])):
+            raise ConfigError(f"{name}: there is no such option; {meant}")
         else:
             job.append(word)
             # In "--section.key value" the value is not a config file.
             if not equals and rest and not rest[0].startswith("--") and "." in name:
                 job.append(rest.pop(0))
     return found, job
+
+
+def nearest_option(name: str, known: Iterable[str]) -> str:
+    """ "did you mean --option?" for a name like that of an option, or ""."""
+    return suggest(name.lstrip("-"), (one.lstrip("-") for one in known), show="--{}".format)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says which option a misspelled one means."""
+
+    def refuse_misspelled(self, words: Iterable[str]) -> None:
+        """Raises ConfigError for a word like one of the options; keys of a job have a dot."""
+        for name in (word.partition("=")[0] for word in words if word.startswith("--")):
+            if "." not in name and (meant := nearest_option(name, self._option_string_actions)):
+                raise ConfigError(f"{name}: there is no such option; {meant}")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, rest = self.parse_known_args(args, namespace)
+        self.refuse_misspelled(rest)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return options
 
 
 def count(name: str, text: str) -> int:

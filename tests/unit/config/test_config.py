@@ -13,7 +13,7 @@ import pytest
 from titanlite.config import JobConfig, load_model_spec, make_model_config, override, parse_args
 from titanlite.config.changes import changed_keys
 from titanlite.config.document import format_config
-from titanlite.config.keys import job_keys, job_sections
+from titanlite.config.keys import job_keys
 from titanlite.config.toml import parse_toml
 from titanlite.errors import ConfigError, quote
 from titanlite.models.spec import ModelSpec
@@ -336,7 +336,7 @@ def test_help_lists_the_keys_of_a_users_model(
     own_model: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parse_args([*own_model, "--help"])
+        parse_args([*own_model, "--help", "model"])
     text = capsys.readouterr().out
     assert "  width  (the flavor's)" in text
     assert "num_heads" not in text
@@ -426,23 +426,31 @@ def test_help_has_every_key_and_exits_with_0(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as exit_:
-        parse_args(["--training.steps=x", flag])  # a mistake does not keep help away
+        parse_args(["--training.steps=x", flag, "all"])  # a mistake does not keep help away
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
-    for section in job_sections():
-        if any(key.section == section for key in job_keys().values()):
-            assert f"\n[{section}]" in text
-    for key in job_keys().values():
+    live = [key for key in job_keys().values() if key.is_live]
+    for key in live:
+        assert f"[{key.section}]" in text
         assert re.search(rf"^  {key.leaf} ", text, re.M), key.name
     assert "  steps = 10000                      number of optimizer steps (int >= 1)\n" in text
     assert '  dtype = "float32" ' in text
     assert '("float32" | "float64" | "bfloat16")' in text
     assert "  seq_len  (not set) " in text
     assert "  dim  (the flavor's)                width of the residual stream (int >= 1)\n" in text
-    lacking = text.index("TorchTitan keys that titanlite does not have")
-    assert text.index("  expert_tensor_parallel_degree = 1") > lacking
-    assert text.index("  tensor_parallel_degree = 1") < lacking
+    assert "expert_tensor_parallel_degree" not in text, "titanlite does not have it"
+    with pytest.raises(SystemExit):
+        parse_args([flag], needs_file="train jobs/a.toml")
+    brief = capsys.readouterr().out.splitlines()
+    assert brief[:2] == ["examples:", "  $ train jobs/a.toml"]
+    assert len(brief) < 32
+    assert {line.split()[0] for line in brief[10:]} == {key.section for key in live}
+    with pytest.raises(SystemExit):
+        parse_args([flag, "sampling.top_k"])
+    assert capsys.readouterr().out.count("\n") == 3
+    with pytest.raises(ConfigError, match=r"no section 'samplin'; did you mean sampling\?"):
+        parse_args([flag, "samplin"])
 
 
 def test_every_key_says_what_it_does() -> None:

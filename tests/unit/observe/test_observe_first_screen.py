@@ -8,7 +8,7 @@ import pytest
 
 from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.observe.first_screen import Fact, beside, render_screen
+from titanlite.observe.first_screen import Fact, beside, in_brief, render_screen
 from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.run_facts import Data, Machine, run_facts
 from titanlite.plan_row import PlanRow
@@ -187,15 +187,17 @@ def test_the_screen_of_every_config_fits_80_columns_and_some_40_lines(config: Pa
     long = "6 units; reshard after forward: default; computes in bfloat16, reduces in float32"
     features = ("pipeline parallel", "tensor parallel", "context parallel", "data parallel")
     rows = [PlanRow(feature, "HSDP 2 x 2", "HSDP 2 x 2", long) for feature in features]
-    screen = render_screen(
+    content = (
         resolved.config.job.description,
         run_facts(resolved, CPU, DIGITS, num_parameters=10**9, folder=Path("outputs/a_folder")),
         [*rows, PlanRow("activation checkpoint", "off", "off"), PlanRow("compile", "off", "off")],
         draw_mesh(resolved.dims),
     )
+    screen = render_screen(*content)
     lines = screen.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 42
+    assert len(render_screen(*in_brief(*content)).splitlines()) <= 15
     assert screen.isascii()
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", screen)
 

@@ -121,13 +121,12 @@ def test_a_pipe_gets_plain_lines() -> None:
     out = io.StringIO()
     run_steps(out)
     lines = out.getvalue().splitlines()
-    steps = [line.split("/")[0] for line in lines if line.startswith("step")]
-    assert steps == ["step  1", "step  5", "step  8", "step 10", "step 15", "step 20"]
+    steps = [line.split("/")[0] for line in lines if "/20" in line]
+    assert steps == ["step  1", "step  5", "step 10", "step 15", "step 20"]
     assert lines[1] == (
-        "step  5/20  loss 0.5000  grad norm 0.5  lr 1.00e-03  12.3k tokens/s  3.40 TFLOP/s  "
-        "MFU 41.0%  512 MiB a rank  0:00:08 left"
+        "step  5/20  loss 0.5000  norm 0.5  12.3k tokens/s  MFU 41.0%  512 MiB a rank  0:00:08 left"
     )
-    assert "validation loss 1.5000  perplexity 4.482  2.164 bits/dim" in lines[2]
+    assert lines[2] == "step 8: validation loss 1.5000  perplexity 4.482  2.164 bits/dim"
     assert lines[3] == "a word in between"
     assert lines[-1].endswith(" in all")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", out.getvalue())
@@ -142,7 +141,7 @@ def test_a_terminal_gets_one_bar_that_ends_clean() -> None:
         "a word in between",
     ]
     assert re.fullmatch(r"step 20/20 \u2501+ 0:00:\d\d in all", screen[2])
-    assert screen[3].startswith("loss 0.1250  grad norm 0.5  lr 1.00e-03  12.3k tokens/s")
+    assert screen[3].startswith("loss 0.1250  norm 0.5  lr 1.00e-03  12.3k tokens/s")
     assert screen[4:] == ["512 MiB a rank", ""]
     assert cursor_is_shown(raw)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
-from titanlite.errors import one_of, quote
+from titanlite.errors import one_of, quote, suggest
 
 # The backends of torch._dynamo.list_backends that need no further package.
 BACKENDS = (
@@ -22,6 +21,5 @@ def backend_problems(name: str) -> Iterator[str]:
 
     known = torch._dynamo.list_backends(exclude_tags=())
     if name not in known:
-        match = difflib.get_close_matches(name, BACKENDS, n=1)
-        advice = f"did you mean {quote(match[0])}?" if match else f"give {one_of(BACKENDS)}"
+        advice = suggest(name, BACKENDS, f"give {one_of(BACKENDS)}", quote)
         yield f"compile.backend: there is no backend {quote(name)}; {advice}"

@@ -5,7 +5,6 @@ It runs in one process.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shutil
@@ -30,8 +29,10 @@ from titanlite.config import JobConfig, load_model_spec, make_model_config
 from titanlite.config.model import import_module
 from titanlite.errors import ConfigError, quote
 from titanlite.models.hf_format import CONFIG, INVALID, format_of, is_hf_folder, read_json
+from titanlite.observe.terminal import telling
 from titanlite.registry import MODELS
 from titanlite.tools.convert.stored import find_checkpoint, stored_sections
+from titanlite.tools.options import Parser
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,9 +44,10 @@ IMPORT, PATH = "experimental.custom_import", "model.path"
 DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16")
 
 
+@telling("converting")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="titanlite convert",
         description="Convert the weights of a checkpoint to a Hugging Face folder or to one "
         ".safetensors file, or either of these to a checkpoint that holds only weights.",
@@ -54,22 +56,11 @@ def main(arguments: Sequence[str]) -> int:
     add("source", type=Path, help="step-N, a folder of them, .safetensors, or Hugging Face folder")
     add("--out", type=Path, required=True, help="file or folder to write")
     add("--dtype", choices=DTYPE_NAMES, help="dtype to write; default: unchanged")
-    add(
-        "--like",
-        type=Path,
-        metavar="FOLDER",
-        help="Hugging Face folder, whose tokenizer and generation settings are copied",
-    )
-    add(
-        "--model",
-        metavar="NAME",
-        help="the model that gets the weights of a Hugging Face folder; default: hf, its own code",
-    )
-    add(
-        f"--{IMPORT}",
-        metavar="MODULE",
-        help="module that registers the model; never taken from the checkpoint",
-    )
+    copied = "Hugging Face folder, whose tokenizer and generation settings are copied"
+    add("--like", type=Path, metavar="FOLDER", help=copied)
+    model = "the model that gets the weights of a Hugging Face folder; default: hf, its own code"
+    add("--model", metavar="NAME", help=model)
+    add(f"--{IMPORT}", metavar="MODULE", help="module that registers the model")
     add(f"--{PATH}", metavar="FOLDER", help="folder with config.json, if the model hf has one")
     asked = parser.parse_args(arguments)
     is_file = asked.source.suffix == ".safetensors"

@@ -14,6 +14,7 @@ from typing import Any
 
 from titanlite.config import read_job
 from titanlite.errors import ConfigError, RankError, TitanliteError, quote
+from titanlite.observe.terminal import tell
 from titanlite.ranks.launch import Place, spawn
 from titanlite.ranks.turns import WorldEnded
 from titanlite.run import train_on_rank
@@ -42,12 +43,10 @@ EXAMPLE = "titanlite debug configs/tp2_fsdp2.toml --rank 3"
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status. Raises ConfigError for bad input."""
-    if "--help" in arguments or "-h" in arguments:
-        print(HELP)
-        return 0
     options = _parse(arguments)
     reading = read_job(options.words, needs_file=EXAMPLE)
     start = check_start(reading, trains=True, threads=True)
+    tell(f"starting {start.job.dims.world_size} ranks as threads")
     if options.record:
         return _record(start, options.record, options.step or 2)
     size, rank = start.job.dims.world_size, options.rank
@@ -110,9 +109,8 @@ class Options:
 
 
 def _parse(arguments: Sequence[str]) -> Options:
-    found, words = split_options(
-        arguments, {"--rank": rank_number, "--record": _picture, "--step": count}
-    )
+    values = {"--rank": rank_number, "--record": _picture, "--step": count}
+    found, words = split_options(arguments, values, text=HELP)
     options = Options(words, **found)
     if options.step and not options.record:
         raise ConfigError("--step: is the step that --record draws; add --record FILE.html")

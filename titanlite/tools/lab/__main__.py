@@ -17,11 +17,13 @@ import rich
 from rich import box
 from rich.table import Table as RichTable
 
-from titanlite.errors import TitanliteError
+from titanlite.errors import TitanliteError, suggest
+from titanlite.observe.terminal import telling
 from titanlite.ranks.signals import ending_with_the_output
 from titanlite.tools.lab.exercises.command import main as exercise
 from titanlite.tools.lab.experiments import EXPERIMENTS
 from titanlite.tools.lab.table import Table
+from titanlite.tools.options import Parser
 
 Experiment = Callable[..., Table]
 
@@ -50,23 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["exercise"]:
         return exercise(given[1:])
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="titanlite lab",
         description="Distributed training from scratch, on real processes of this machine.",
     )
-    parser.add_argument(
-        "experiments", nargs="*", metavar="experiment", help="names to run, or all; default: list"
-    )
+    which = "names to run, or all; default: list"
+    parser.add_argument("experiments", nargs="*", metavar="experiment", help=which)
     add_options(parser, EXPERIMENTS)
     options = vars(parser.parse_args(given))
     names = options.pop("experiments")
     names = list(EXPERIMENTS) if names == ["all"] else names
     for name in names:
         if name not in EXPERIMENTS:
-            print(
-                f"experiment: there is no {name!r}; use one of {', '.join(EXPERIMENTS)}, or all",
-                file=sys.stderr,
-            )
+            advice = suggest(name, EXPERIMENTS, f"use one of {', '.join(EXPERIMENTS)}, or all")
+            print(f"experiment: there is no {name!r}; {advice}", file=sys.stderr)
             return 2
         if problem := refused(name, EXPERIMENTS[name], options):
             print(problem, file=sys.stderr)
@@ -82,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("titanlite lab exercise lists the exercises, which check your own code.")
     for name in names:
         try:
-            show(name, EXPERIMENTS[name](**options))
+            with telling(f"{name}: on real ranks"):
+                show(name, EXPERIMENTS[name](**options))
         except TitanliteError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1

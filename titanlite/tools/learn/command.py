@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, suggest
+from titanlite.observe.terminal import telling
 from titanlite.tools.learn.curves import PICTURES
 from titanlite.tools.learn.topics import TOPICS, Numbers, Runs, Topic
-from titanlite.tools.options import write
+from titanlite.tools.options import Parser, write
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="titanlite learn",
         description="For a topic of parallel training: a question, its formula, and the number "
         "that the formula gives, simulated and measured on this machine. docs/learn.md explains.",
     )
-    parser.add_argument(
-        "topics", nargs="*", metavar="topic", help=f"of {', '.join(TOPICS)}, or all; default: list"
-    )
+    topics = f"of {', '.join(TOPICS)}, or all; default: list"
+    parser.add_argument("topics", nargs="*", metavar="topic", help=topics)
     parser.add_argument("--table", action="store_true", help="print a table in Markdown")
     parser.add_argument("--svg", metavar="FILE", help=f"draw one of {', '.join(PICTURES)} instead")
     options = parser.parse_args(arguments)
@@ -32,11 +31,10 @@ def main(arguments: Sequence[str]) -> int:
         print(write(options.svg, PICTURES[options.topics[0]]()))
         return 0
     names = list(TOPICS) if options.topics == ["all"] else options.topics
+    every = f"choose from {', '.join(TOPICS)}, or all"
     for name in names:
         if name not in TOPICS:
-            raise ConfigError(
-                f"topic: there is no {name!r}; choose from {', '.join(TOPICS)}, or all"
-            )
+            raise ConfigError(f"topic: there is no {name!r}; {suggest(name, TOPICS, every)}")
     if not names:
         if options.table:
             raise ConfigError("--table: name topics, or all")
@@ -49,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
         if options.table:
             print("\n".join(HEADER))
         for number, name in enumerate(names):
-            numbers = TOPICS[name].run(runs)
+            with telling(f"{name}: simulating it, and measuring it on four ranks"):
+                numbers = TOPICS[name].run(runs)
             if options.table:
                 print(table_row(name, TOPICS[name], numbers), flush=True)
             else:

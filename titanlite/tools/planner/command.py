@@ -14,10 +14,10 @@ from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import render_screen
 from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.run_facts import job_facts
-from titanlite.observe.terminal import terminal_width, uses_color
+from titanlite.observe.terminal import telling, terminal_width, uses_color
 from titanlite.schedule import Timeline
 from titanlite.schedule.trace import make_trace, read_trace
-from titanlite.tools.options import write
+from titanlite.tools.options import Parser, write
 from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.hardware import Hardware, known_hardware, load_hardware
 from titanlite.tools.planner.html import draw_page
@@ -31,7 +31,9 @@ EPILOG = "Any key of the job can follow: --section.key=value."
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    options, rest = _parser().parse_known_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    parser.refuse_misspelled(rest)
     if options.calibrate:
         from titanlite.tools.planner.calibrate import calibrate
 
@@ -55,11 +57,14 @@ def main(arguments: Sequence[str]) -> int:
     config, notes = plannable(*asked, hardware)
     resolved = resolve_job(config, options.ranks)
     if options.tensors:
-        print("\n".join(_tensors(resolved)))
+        with telling("tracing the model"):
+            print("\n".join(_tensors(resolved)))
         return 0
     if options.svg and resolved.pipeline is None:
         raise ConfigError("--svg: the job has no pipeline to draw; write a page with --html")
-    plan = plan_job(resolved, hardware, is_compiled=config.compile.enable)
+    with telling("tracing a step of one rank of each pipeline stage"):
+        plan = plan_job(resolved, hardware, is_compiled=config.compile.enable)
+        screen = _first_screen(resolved, plan)
     plan.notes.extend(notes)
     if options.json:
         write(options.json, json.dumps(figures(plan), indent=1))
@@ -73,58 +78,33 @@ def main(arguments: Sequence[str]) -> int:
         if options.svg:
             write(options.svg, draw_schedules(timeline, measured))
     # Files first: what reads the output may close it early, as `head` does.
-    print(_first_screen(resolved, plan), end="\n\n")
-    print(show(plan, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
+    width, color = terminal_width(sys.stdout), uses_color(sys.stdout)
+    print(show(plan, screen=screen, width=width, color=color))
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="titanlite plan", description=__doc__, epilog=EPILOG)
-    parser.add_argument("job", nargs="?", help="the TOML file of the job")
-    parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="by default as many as the job's degrees need"
-    )
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME|FILE",
-        help=f"also give the time: of {', '.join(known_hardware())}, or of a file",
-    )
-    parser.add_argument(
-        "--calibrate",
-        metavar="FILE",
-        help="measure this machine's CPU, write its hardware file, and stop",
-    )
-    parser.add_argument("--html", metavar="FILE", help="write a page with charts")
-    parser.add_argument(
-        "--tensors",
-        action="store_true",
-        help="print the account of every tensor instead: which stages hold it, how it lies on each "
-        "mesh axis, and what completes its gradient",
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="write the predicted step as a Chrome trace, for ui.perfetto.dev",
-    )
-    parser.add_argument("--svg", metavar="FILE", help="write the predicted pipeline as a picture")
-    parser.add_argument(
-        "--measured",
-        metavar="FILE",
-        help="the pipeline_step_N.json of a run, to draw below the predicted step in --svg; of a "
-        "folder, that of the fastest step",
-    )
-    parser.add_argument(
-        "--search",
-        action="store_true",
-        help="find the best plan for --ranks on --hardware; keys on the command line stay fixed",
-    )
-    parser.add_argument("--best", metavar="FILE", help="write the job with the best plan found")
-    parser.add_argument(
-        "--exhaustive",
-        action="store_true",
-        help="try every context-parallel degree, also where smaller ones were faster",
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="titanlite plan", description=__doc__, epilog=EPILOG)
+    add = parser.add_argument
+    add("job", nargs="?", help="the TOML file of the job")
+    add("--json", metavar="FILE", help="write all figures to a file")
+    add("--ranks", type=int, metavar="N", help="by default as many as the job's degrees need")
+    devices = ", ".join(known_hardware())
+    add("--hardware", metavar="NAME|FILE", help=f"also give the time: of {devices}, or of a file")
+    add("--calibrate", metavar="FILE", help="measure this CPU, write its hardware file, and stop")
+    add("--html", metavar="FILE", help="write a page with charts")
+    account = "which stages hold it, how it lies on each mesh axis, and what completes its gradient"
+    account = f"print the account of every tensor instead: {account}"
+    add("--tensors", action="store_true", help=account)
+    add("--trace", metavar="FILE", help="write the step as a Chrome trace, for ui.perfetto.dev")
+    add("--svg", metavar="FILE", help="write the predicted pipeline as a picture")
+    measured = "a run's pipeline_step_N.json, to draw below the step in --svg; of a folder, the "
+    add("--measured", metavar="FILE", help=f"{measured}fastest step's")
+    search = "find the best plan for --ranks on --hardware; keys on the command line stay fixed"
+    add("--search", action="store_true", help=search)
+    add("--best", metavar="FILE", help="write the job with the best plan found")
+    every = "try every context-parallel degree, also where smaller ones were faster"
+    add("--exhaustive", action="store_true", help=every)
     return parser
 
 

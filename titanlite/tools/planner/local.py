@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from titanlite.config import Reading, ResolvedJob, resolve_job
-from titanlite.observe.terminal import terminal_width, uses_color
+from titanlite.observe.terminal import telling, terminal_width, uses_color
 
 # A composed plan can exceed the real peak by this share; compiled blocks keep even less.
 PLAN_ERROR = 0.25
@@ -33,6 +33,7 @@ def planned_bytes(job: ResolvedJob) -> int:
     return round((1 - PLAN_ERROR) * sum(peaks) * job.dims.world_size / len(peaks))
 
 
+@telling("tracing a step of one rank of each pipeline stage")
 def print_memory(reading: Reading, num_ranks: int | None, *, is_first: bool) -> None:
     """Print the memory of each pipeline stage's ranks at the peak of a step.
 
@@ -45,15 +46,16 @@ def print_memory(reading: Reading, num_ranks: int | None, *, is_first: bool) -> 
         return
     from titanlite.tools.planner.command import plannable
     from titanlite.tools.planner.planning import plan_job
-    from titanlite.tools.planner.report import show_head, show_memory, show_remarks
+    from titanlite.tools.planner.report import show_head, show_memory, show_notes, show_top
 
     config, notes = plannable(config)
     plan = plan_job(resolve_job(config, num_ranks))
     plan.notes.extend(notes)
     width, color = terminal_width(sys.stdout), uses_color(sys.stdout)
     sections = [
+        show_top(plan, width),
         show_head(plan, width),
         show_memory(plan, width, color),
-        [*show_remarks(plan, width), "memory_estimation: nothing was trained"],
+        [*show_notes(plan, width), "memory_estimation: nothing was trained"],
     ]
     print("\n\n".join("\n".join(lines) for lines in sections))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from titanlite.config import ResolvedJob
+from titanlite.config.data import has_tokens
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.plan_row import PlanRow
@@ -68,6 +69,8 @@ class JobPlan:
     """The cost of the prediction."""
     applied: tuple[PlanRow, ...] = ()
     """The effective plan of a job that was traced whole; cache.load_applied has that of others."""
+    sample_tokens: int = 0
+    """The length of a sample of data without tokens, whose throughput is in samples."""
 
     @property
     def peak_bytes(self) -> int:
@@ -132,7 +135,9 @@ def plan_job(
         )
         for one in steps
     ]
-    plan = JobPlan(dims, ranks, method, hardware, prediction, cost=cost, applied=applied)
+    about = dims, ranks, method, hardware, prediction
+    samples = 0 if has_tokens(config) else resolved.seq_len
+    plan = JobPlan(*about, cost=cost, applied=applied, sample_tokens=samples)
     if compositions and (again := _repeated_in_halves(resolved)):
         plan.notes.append(
             f"schedule: it splits the backward pass, and each half runs {again} again; composed "

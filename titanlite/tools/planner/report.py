@@ -22,6 +22,7 @@ T = TypeVar("T")
 LEAST_WIDTH, MOST_WIDTH = 60, 140
 # A device's memory of which less is used is not drawn: the bars would be empty.
 LEAST_SHOWN_SHARE = 0.05
+LEAST_SHOWN_IDLE = 0.0005
 # Sums of times have rounding errors.
 LEAST_SECONDS = 1e-9
 MOST_ROWS = 32
@@ -69,35 +70,57 @@ AXIS_SHARES = {
 }
 
 
-def show(plan: JobPlan, *, width: int = 100, color: bool = False) -> str:
-    """All that is known of a plan, in lines of at most `width` columns (60 to 140)."""
+def show(plan: JobPlan, *, screen: str = "", width: int = 100, color: bool = False) -> str:
+    """All that is known of a plan, in lines of at most `width` columns (60 to 140).
+
+    `screen` describes the job; it stands below the figures that count.
+    """
     width = min(MOST_WIDTH, max(LEAST_WIDTH, width))
     sections = [
+        show_top(plan, width),
+        screen.splitlines(),
         show_head(plan, width),
         show_memory(plan, width, color),
         show_time(plan, width, color),
         show_timeline(plan, width, color),
         show_communication(plan, width),
-        show_remarks(plan, width),
+        show_notes(plan, width),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
+def show_top(plan: JobPlan, width: int) -> list[str]:
+    """The warnings, and the figures that count: memory, time, throughput and utilization."""
+    lines = _paragraphs("warning", plan.warnings, width)
+    lines += [""] * bool(lines)
+    used = format_bytes(plan.peak_bytes)
+    largest = max(plan.ranks, key=lambda one: one.peak.num_bytes)
+    where = f"at the peak of {_name(largest)}"
+    if plan.hardware is None:
+        rows = [("memory", f"{used} {where}"), ("time", "`titanlite plan --hardware NAME`")]
+    else:
+        whole = plan.hardware.memory.num_bytes
+        fits = "it fits" if plan.peak_bytes <= whole else "IT DOES NOT FIT"
+        share = _percent(plan.peak_bytes / whole)
+        rows = [("memory", f"{used} of {format_bytes(whole)} {where} ({share}): {fits}")]
+    if plan.prediction is not None:
+        step, idle = plan.prediction.step, plan.prediction.bubble
+        unit = "samples" if plan.sample_tokens else "tokens"
+        rate = format_count(step.tokens_per_second / (plan.sample_tokens or 1))
+        shares = [] if step.mfu is None else [("MFU", f"{step.mfu:.1%}")]
+        shares += [("idle", f"{idle:.1%}")] if idle >= LEAST_SHOWN_IDLE or step.mfu is None else []
+        (name, text), *more = [*shares, ("hardware utilization", f"{step.hfu:.1%}")]
+        rows += [("step", format_seconds(step.seconds)), ("speed", f"{rate} {unit}/s/rank")]
+        rows.append((name, ", ".join([text, *(" ".join(pair) for pair in more)])))
+    return lines + [f"{name:10}{text}" for name, text in rows]
+
+
 def show_head(plan: JobPlan, width: int) -> list[str]:
-    """The ranks, and the figures of a whole step."""
+    """The ranks, their hardware, and what bounds the step."""
     lines = [f"{plan.dims.world_size:,} ranks: {plan.dims.describe()}"]
     if plan.hardware is None:
         return lines
-    whole = plan.hardware.memory.num_bytes
     rows = [("hardware", plan.hardware.name)]
-    if plan.prediction is not None:
-        step = plan.prediction.step
-        mfu = "" if step.mfu is None else f", MFU {step.mfu:.1%}"
-        mfu += f", hardware utilization {step.hfu:.1%}"
-        rate = f"{format_count(step.tokens_per_second)} tokens/s a rank"
-        rows.append(("step", f"{format_seconds(step.seconds)}, {rate}{mfu}"))
-    used = f"{format_bytes(plan.peak_bytes)} of {format_bytes(whole)} at the peak"
-    rows.append(("memory", f"{used} ({_percent(plan.peak_bytes / whole)})"))
     if plan.host_bytes and (host := plan.hardware.offload_host) is not None:
         used = f"{format_bytes(plan.host_bytes)} of a rank's {format_bytes(host.num_bytes)}"
         share = _percent(plan.host_bytes / host.num_bytes)
@@ -271,13 +294,14 @@ def show_communication(plan: JobPlan, width: int = 100) -> list[str]:
     return [title, *_table([_name(one) for one in plan.ranks], rows, width)]
 
 
-def show_remarks(plan: JobPlan, width: int = 100) -> list[str]:
-    """Warnings and notes, one paragraph each."""
-    lines = []
-    for kind, texts in (("warning", plan.warnings), ("note", plan.notes)):
-        for text in texts:
-            lines += textwrap.wrap(f"{kind}: {text}", width, subsequent_indent="  ")
-    return lines
+def show_notes(plan: JobPlan, width: int = 100) -> list[str]:
+    """What the planning assumes, one paragraph each."""
+    return _paragraphs("note", plan.notes, width)
+
+
+def _paragraphs(kind: str, texts: Iterable[str], width: int) -> list[str]:
+    lines = (textwrap.wrap(f"{kind}: {text}", width, subsequent_indent="  ") for text in texts)
+    return [line for paragraph in lines for line in paragraph]
 
 
 def draw_bar(

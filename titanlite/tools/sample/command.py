@@ -21,10 +21,12 @@ from titanlite.config import JobConfig, ResolvedJob, make_model_config, override
 from titanlite.config.data import own_length, spec_for
 from titanlite.config.load import read_file
 from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.observe.terminal import tell
 from titanlite.ranks.fork_server import prepare_environment
 from titanlite.ranks.launch import Place
 from titanlite.start import check_start, run_job
 from titanlite.tools.convert.stored import ASKED, find_checkpoint, stored_sections
+from titanlite.tools.options import Parser
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,9 +39,7 @@ BUILT_AT_ONCE = 10_000_000
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="titanlite sample", description="Sample from the model in a checkpoint."
-    )
+    parser = Parser(prog="titanlite sample", description="Sample from the model in a checkpoint.")
     add = parser.add_argument
     add("checkpoint", type=Path, help="step-N, a folder of them, or .safetensors")
     add("--out", type=Path, help="the file to write (images: a PNG); text is printed without it")
@@ -52,16 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     add("--seed", type=int, help="default: debug.seed")
     add("--ranks", type=int, default=1, help="number of processes; default: 1")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add(
-        "--experimental.custom_import",
-        metavar="MODULE",
-        help="module that registers the model; never taken from the checkpoint",
-    )
-    add(
-        "--training.dataset_path",
-        metavar="FOLDER",
-        help="folder of a data set that is read from the disk",
-    )
+    add("--experimental.custom_import", metavar="MODULE", help="module that registers the model")
+    add("--training.dataset_path", metavar="FOLDER", help="folder of a data set on the disk")
     add("--model.hf_assets_path", metavar="FOLDER", help="folder of the text tokenizer")
     add("--model.path", metavar="FOLDER", help="folder with config.json, for the model hf")
     add("--job.config_file", metavar="FILE", help="TOML file that may set the previous four keys")
@@ -79,6 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     if asked.out is None and not is_text:
         raise ConfigError("--out: is not given; give the file to write")
     on_rank = partial(draw, source=source, manifest=manifest, out=asked.out)
+    tell(f"loading {source}")
     try:
         drawn = run_job(on_rank, start)
     except RankError as error:

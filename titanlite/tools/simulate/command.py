@@ -265,9 +265,8 @@ def _parser() -> Parser:
         epilog="A TIME may have the unit s, ms, us or ns, a SIZE B, KB, KiB, MB, MiB and so on, if "
         f"all have one. strategies: {', '.join(STRATEGIES)}. schedules: {', '.join(SCHEDULES)}. "
         "Your own: FILE.py with strategy(work) -> ComputeAndWeightWorkers(compute, weight), "
-        "FILE.py:FUNCTION, or a schedule as FILE.csv. `ladder` runs one workload with 0 to 4 "
-        "dimensions of parallelism on simulated GPUs, and has options of its own "
-        "(ladder --help).",
+        "FILE.py:FUNCTION, or a schedule as FILE.csv. `ladder --help` has the options of ladder, "
+        "which runs one workload with 0 to 4 dimensions of parallelism on simulated GPUs.",
     )
     add = parser.add_argument
     add("scheme", nargs="?", metavar="SCHEME")
@@ -284,30 +283,15 @@ def _parser() -> Parser:
     add = parser.add_argument_group("order of a strategy").add_argument
     add("--priority", choices=list(PRIORITIES))
     add("--max-in-flight", type=whole, nargs="+", metavar="N", help="one value, or one per worker")
-    add(
-        "--split-backward",
-        action="store_true",
-        help="schedule weight gradients separately from input gradients",
-    )
+    add("--split-backward", action="store_true", help="schedule weight gradients separately")
 
-    add = parser.add_argument_group(
-        "costs (a SIZE or TIME is one value, or one per stage)"
-    ).add_argument
-    add(
-        "--costs-per",
-        choices=["stage", "model"],
-        default="stage",
-        help="model: times and weights are of the whole model, divided among its stages",
-    )
+    costs = parser.add_argument_group("costs (a SIZE or TIME is one value, or one per stage)")
+    add, of = costs.add_argument, ["stage", "model"]
+    add("--costs-per", choices=of, default=of[0], help="model: divided among its stages")
     add("--forward", type=read_time, nargs="+", metavar="TIME", help="default: 1")
     add("--backward", type=read_time, nargs="+", metavar="TIME", help="default: 2")
-    add(
-        "--weight-gradient",
-        type=read_time,
-        nargs="+",
-        metavar="TIME",
-        help="part of the backward time (default: half)",
-    )
+    part = "part of the backward time (default: half)"
+    add("--weight-gradient", type=read_time, nargs="+", metavar="TIME", help=part)
     add("--activation-units", type=read_size, metavar="SIZE", help="of a message")
     for name, purpose in (
         ("--weight-units", "weights of a stage"),
@@ -325,19 +309,11 @@ def _parser() -> Parser:
     add("--inside-latency", type=read_time, metavar="TIME", help="inside a node")
     add("--inside-time-per-unit", type=read_time, metavar="TIME")
     add("--inside-bandwidth", type=read_rate, metavar="RATE")
-    add(
-        "--no-overlap",
-        dest="overlap",
-        action="store_false",
-        help="a worker cannot compute while it sends",
-    )
+    alone = "a worker cannot compute while it sends"
+    add("--no-overlap", dest="overlap", action="store_false", help=alone)
     add("--prefetch", type=whole, default=1, metavar="N", help="fetch weights N work items ahead")
-    add(
-        "--no-fetch-contention",
-        dest="fetch_contention",
-        action="store_false",
-        help="a worker sends weights to any number of workers at once",
-    )
+    free = "a worker sends weights to any number of workers at once"
+    add("--no-fetch-contention", dest="fetch_contention", action="store_false", help=free)
     add("--reduce-gradients", action="store_true")
 
     add = parser.add_argument_group("output").add_argument

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from titanlite.schedule.timeline import Timeline
+from titanlite.tools.options import Parser as OptionParser
 from titanlite.tools.options import require_writable, write
 from titanlite.tools.simulate.quantity import BYTES, SECONDS, Quantity
 from titanlite.tools.simulate.result import Simulation
@@ -44,7 +45,7 @@ UNUSED = {
 }
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(OptionParser):
     """A parser whose errors are one line, and which tells which options were given."""
 
     def error(self, message: str) -> NoReturn:

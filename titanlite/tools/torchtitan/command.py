@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from functools import partial
 
-from titanlite.observe.terminal import terminal_width, uses_color
+from titanlite.observe.terminal import telling, terminal_width, uses_color
 from titanlite.tools.options import write
 from titanlite.tools.torchtitan.options import DEBUG_FLAGS, OF_DEBUG, OF_PLAN, PREFIX, parse
 from titanlite.tools.verify.command import require_files, write_files
@@ -34,12 +34,10 @@ docs/torchtitan.md"""
 WIDTH = 100
 
 
+@telling("training on one rank and on those of the plan")
 def verify(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status. Raises ConfigError for bad input."""
-    if "--help" in arguments or "-h" in arguments:
-        print(HELP)
-        return 0
-    options = parse(arguments)
+    options = parse(arguments, text=HELP)
     require_files(options.json, options.junit)
     from titanlite.tools.torchtitan.verify import verify_job
     from titanlite.tools.verify.report import format_result
@@ -78,10 +76,7 @@ exit status: 0 the job has run, 1 it has not, 2 bad input"""
 
 def debug(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status. Raises ConfigError for bad input."""
-    if "--help" in arguments or "-h" in arguments:
-        print(DEBUG_HELP)
-        return 0
-    options = parse(arguments, OF_DEBUG, DEBUG_FLAGS)
+    options = parse(arguments, OF_DEBUG, DEBUG_FLAGS, text=DEBUG_HELP)
     from titanlite.tools.torchtitan.debug import debug_job
 
     return debug_job(options)
@@ -100,12 +95,10 @@ tensors without values. The job keeps its size.
 exit status: 0 planned, 2 bad input; see docs/torchtitan.md"""
 
 
+@telling("tracing a step of one rank of each pipeline stage")
 def plan(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status. Raises ConfigError for bad input."""
-    if "--help" in arguments or "-h" in arguments:
-        print(PLAN_HELP)
-        return 0
-    options = parse(arguments, OF_PLAN, ())
+    options = parse(arguments, OF_PLAN, (), text=PLAN_HELP)
     require_files(options.json, "")
     from titanlite.tools.planner.hardware import load_hardware
     from titanlite.tools.planner.report import figures, show
@@ -116,8 +109,8 @@ def plan(arguments: Sequence[str]) -> int:
     found, lines = plan_job(options, hardware)
     if options.json:
         write(options.json, json.dumps(figures(found), indent=1))
-    print(_header(lines))
-    print(show(found, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
+    width, color = terminal_width(sys.stdout), uses_color(sys.stdout)
+    print(show(found, screen=_header(lines).rstrip(), width=width, color=color))
     return 0
 
 
@@ -131,10 +124,7 @@ exit status: 0 printed, 2 bad input"""
 
 def to_toml(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status. Raises ConfigError for bad input."""
-    if not arguments or "--help" in arguments or "-h" in arguments:
-        print(IMPORT_HELP)
-        return 0
-    options = parse(arguments, {}, ())
+    options = parse(arguments or ["--help"], {}, (), text=IMPORT_HELP)
     from titanlite.tools.torchtitan.to_toml import import_job
 
     print(import_job(options), end="")

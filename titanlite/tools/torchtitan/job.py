@@ -7,14 +7,13 @@ my_package.configs:my_job. TorchTitan's ConfigManager parses and checks all that
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import io
 import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.errors import ConfigError, quote
+from titanlite.errors import ConfigError, quote, suggest
 from titanlite.tools.torchtitan.stand_ins import attribute_of
 
 # The mesh axes of TorchTitan, outermost first, by the key that has their degree.
@@ -99,8 +98,8 @@ class TitanJob:
                 raise ConfigError(f"{self.name}: {error}; give PACKAGE.MODULE:FUNCTION") from error
             if not callable(getattr(found, function, None)):
                 names = [name for name, value in vars(found).items() if callable(value)]
-                near = _near(function, names)
-                raise ConfigError(f"{self.name}: {module} has no function {function}{near}")
+                advice = suggest(function, names, "give one that it has")
+                raise ConfigError(f"{self.name}: {module} has no function {function}; {advice}")
             return module, function
         registries = dict(_registries())
         for model, names in registries.items():
@@ -109,8 +108,8 @@ class TitanJob:
                 return model, self.name
         every = [name for names in registries.values() for name in names]
         raise ConfigError(
-            f"{self.name}: no config_registry of torchtitan has it{_near(self.name, every)}; "
-            "one of your own is PACKAGE.MODULE:FUNCTION"
+            f"{self.name}: no config_registry of torchtitan has it; "
+            + suggest(self.name, every, "one of your own is PACKAGE.MODULE:FUNCTION")
         )
 
     def is_given(self, key: str) -> bool:
@@ -311,11 +310,6 @@ def _takes_spmd_types() -> bool:
     """Whether FSDP takes parameters that spmd_types has annotated; torch 2.13 does not."""
     module = importlib.util.find_spec("torch.distributed.fsdp._fully_shard._fsdp_param")
     return module is not None and "spmd_types" in Path(str(module.origin)).read_text()
-
-
-def _near(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, 3)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def _what_tyro_says(text: str) -> str:

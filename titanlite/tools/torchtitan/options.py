@@ -44,9 +44,11 @@ def parse(
     arguments: Sequence[str],
     values: Mapping[str, Callable[[str, str], object]] = VALUES,
     flags: Sequence[str] = FLAGS,
+    *,
+    text: str,
 ) -> Options:
-    """Parse a command line; raises ConfigError for a wrong option of titanlite's."""
-    found, words = split_options(arguments, values, flags)
+    """Parse a command line, whose help is `text`; raises ConfigError for a wrong option."""
+    found, words = split_options(arguments, values, flags, text=text)
     options = Options(**found)
     for word in words:
         # split_options takes a word without dashes for the file of a job.

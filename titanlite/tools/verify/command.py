@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
 from titanlite.errors import ConfigError, TitanliteError, quote
+from titanlite.observe.terminal import telling
 from titanlite.ranks.machine import check_local_ranks, needs_threads
 from titanlite.start import check_start
 from titanlite.tools.options import count, require_writable, split_options, write
@@ -35,35 +36,26 @@ Run a job under its plan and on one process, from the same weights and data, and
 gradient norm, every gradient and every weight, step by step. Print the cause if they differ.
 
   --steps N           optimizer steps to compare (default 5; with --matrix 2)
-  --until-stable      run until warm-up has ended and decay and garbage collection have begun
-                      (at most 200 steps), so that these are compared too
-  --dtype DTYPE       float64 (default), float32, or bfloat16, which computes in bfloat16 and
-                      keeps weights in float32
-  --tolerance X       the largest relative difference that counts as agreement; or "sensitivity",
-                      which measures how far rounding moves each tensor of the reference
-                      (for float32 and bfloat16)
-  --replay-routing    send every token to the experts to which the reference routed it, so that
-                      close scores, which may round another way, do not add to the differences
-  --threads           run the ranks as threads of one process, as many as 4096: by default if
-                      they are too many for processes
+  --until-stable      run until warm-up has ended, and decay and garbage collection have begun
+  --dtype DTYPE       float64 (default), float32, or bfloat16, which keeps weights in float32
+  --tolerance X       the largest relative difference that counts as agreement; or "sensitivity":
+                      as far as rounding moves the reference (for float32 and bfloat16)
+  --replay-routing    send every token to the experts to which the reference routed it
+  --threads           run up to 4096 ranks as threads (default: if too many for processes)
   --processes         run them as processes, whatever comm.mode says
   --shrink            make layers, widths, sequence and batch as small as the plan allows
   --json FILE         write every difference of every step, and the diagnosis
-  --junit FILE        write a test case, which fails with the cause if something differs, as
-                      JUnit XML for a CI system; with --matrix one for each plan
+  --junit FILE        write test cases, which fail with the cause, as JUnit XML for a CI system
   --section.key=value any key of the job, as for train.py
 
   --matrix            verify plans that contain every legal pair of features: of a small image
-                      transformer, or of the model, data and optimizer of a job, which a file or
-                      keys give (--model.name=llama3 --model.flavor=tiny)
+                      transformer, or of a job's model, data and optimizer (file or keys)
   --ranks N           with --matrix: the number of ranks of every plan (default 8)
-  --output FOLDER     with --matrix: the folder of results and overview.html; plans that agree
-                      there are not run again (default outputs/verify)
+  --output FOLDER     with --matrix: the folder of results (default outputs/verify)
   --compile           with --matrix: add torch.compile (aot_eager) to the features
   --limit N           with --matrix: only the first N plans, which contain the most pairs
 
-exit status: 0 all agree, 1 something differs or the plan does not run, 2 bad input, or nothing to
-compare with; docs/verify.md lists all"""
+exit status: 0 all agree, 1 something differs or does not run, 2 bad input, or no reference"""
 
 EXAMPLE = "titanlite verify configs/tp2_fsdp2.toml"
 
@@ -92,9 +84,6 @@ class Options:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return the exit status. Raises ConfigError for bad input."""
-    if "--help" in arguments or "-h" in arguments:
-        print(HELP)
-        return 0
     options = parse(arguments)
     require_files(options.json, options.junit)
     try:
@@ -107,6 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         return 3
 
 
+@telling("training on one process and on the ranks of the plan")
 def verify_one(options: Options) -> int:
     """Verify the job that the options name."""
     from titanlite.tools.verify.report import format_header, format_verification
@@ -180,7 +170,7 @@ def verify_matrix(options: Options) -> int:
 
 def parse(arguments: Sequence[str]) -> Options:
     """Parse the options; raises ConfigError for a wrong one."""
-    given, job = split_options(arguments, VALUES, FLAGS)
+    given, job = split_options(arguments, VALUES, FLAGS, text=HELP)
     options = Options(job, **given)
     if options.until_stable and options.steps is not None:
         raise ConfigError("--until-stable: chooses the steps itself; remove it or --steps")

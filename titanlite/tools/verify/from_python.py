@@ -52,11 +52,8 @@ class VerifyResult:
         return self
 
     def __str__(self) -> str:
-        lines = [
-            format_header(self.found, self.source, list(self.shrunk)),
-            "",
-            format_verification(self.found),
-        ]
+        header = format_header(self.found, self.source, list(self.shrunk))
+        lines = [format_verification(self.found, header)]
         if self.found.error is not None and self.found.error.rank_traceback:
             lines += ["", self.found.error.rank_traceback]
         return "\n".join(lines)

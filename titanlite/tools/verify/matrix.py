@@ -22,7 +22,6 @@ import math
 import os
 import random
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,7 +34,6 @@ from titanlite.config.toml import put
 from titanlite.errors import ConfigError, quote
 from titanlite.files import read_bytes
 from titanlite.mesh.parallel_dims import AXES, GRID, axes_where, divisors
-from titanlite.observe.terminal import is_terminal, terminal_width
 from titanlite.parallelize.steps import FEATURES
 from titanlite.quantities import format_duration
 from titanlite.schedule import SCHEDULES
@@ -256,7 +254,6 @@ def run_matrix(
         file=out,
         flush=True,
     )
-    start = time.monotonic()
     # The caller closes a verifier that it passes in.
     opened = contextlib.nullcontext(verifier) if verifier else Verifier(threads=threads)
     with opened as ranks, lines:
@@ -269,7 +266,7 @@ def run_matrix(
                 results[_key(choice)] = result
                 lines.write(json.dumps(result) + "\n")
                 lines.flush()
-                _show(out, result, index + 1, len(todo), time.monotonic() - start)
+                _show(out, result, index + 1, len(todo))
         finally:
             shown = [results[_key(choice)] for choice in choices if _key(choice) in results]
             page = draw_overview(shown, features, num_ranks, choices)
@@ -381,24 +378,13 @@ def _case(result: Mapping[str, Any]) -> Case:
     return Case(name_of(result["choice"]), result["seconds"], failure)
 
 
-def _show(out: TextIO, result: dict[str, Any], done: int, total: int, seconds: float) -> None:
-    """Print a line per plan; on a terminal, a progress bar stays below the lines."""
+def _show(out: TextIO, result: dict[str, Any], done: int, total: int) -> None:
+    """Print the line of a plan."""
     mark = "agrees " if result["agrees"] else "DIFFERS"
     largest = result.get("largest")
     figure = "" if largest is None else f"{largest:.0e}"
     line = f"{done:4}/{total} {mark} {figure:6} {result['seconds']:5.1f} s  "
-    line += name_of(result["choice"])
-    if not is_terminal(out):
-        print(line, file=out, flush=True)
-        return
-    width = terminal_width(out)
-    left = format_duration(seconds / done * (total - done))
-    room = max(10, width - 30)
-    filled = room * done // total
-    bar = f"[{'#' * filled}{'.' * (room - filled)}] {done}/{total}, {left} left"
-    out.write(f"\r\x1b[K{line[: width - 1]}\n{bar[: width - 1]}")
-    out.write("\n" if done == total else "")
-    out.flush()
+    print(line + name_of(result["choice"]), file=out, flush=True)
 
 
 def _summary(shown: list[dict[str, Any]], wrong: list[dict[str, Any]], seconds: float) -> str:

@@ -35,9 +35,9 @@ def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
     return "\n".join(lines)
 
 
-def format_verification(found: Verification) -> str:
-    """The table of differences, the verdict, and the diagnosis if something differs."""
-    text = format_result(found, found.dtype)
+def format_verification(found: Verification, header: str = "") -> str:
+    """The verdict, the diagnosis if something differs, and the table of differences."""
+    text = format_result(found, found.dtype, header)
     if found.moved and (found.replays or found.dtype != "float64"):
         lines = found.moved[:MOST_MOVED]
         if len(found.moved) > MOST_MOVED:
@@ -51,30 +51,28 @@ def format_verification(found: Verification) -> str:
     return text
 
 
-def format_result(found: Result, dtype: str) -> str:
-    """The table of differences, the verdict, and the diagnosis if something differs."""
+def format_result(found: Result, dtype: str, header: str = "") -> str:
+    """The verdict, the diagnosis if something differs, the `header` and the table, and notes."""
     findings = [finding for finding in found.findings if finding != found.error_finding]
-    lines = []
-    if found.differences:
-        lines += [_table(found), ""]
-    lines.append(textwrap.fill(verdict(found), WIDTH, break_long_words=False))
-    if found.narrowed and dtype == "float64":
-        names, verb = listed(found.narrowed, 3), "rounds" if len(found.narrowed) == 1 else "round"
-        note = (
-            f"note: {names} {verb} to a narrower dtype inside this {dtype} run, so the "
-            f"tolerance is at least {NARROW_TOLERANCE:.0e} and smaller errors are not found"
-        )
-        lines += ["", textwrap.fill(note, WIDTH, break_long_words=False)]
-    for note in found.notes:
-        lines += ["", textwrap.fill(f"note: {note}", WIDTH, break_long_words=False)]
-    for note in found.needless if found.agrees else ():
-        text = f"but the plan {note}"
-        lines += ["", textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)]
+    texts = [verdict(found)]
     is_first = findings[:1] == found.findings[:1]
     for index, finding in enumerate(findings):
-        text = f"{'likely cause' if index == 0 and is_first else 'also seen'}: {finding}"
-        lines += ["", textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)]
-    return "\n".join(lines)
+        texts.append(f"{'likely cause' if index == 0 and is_first else 'also seen'}: {finding}")
+    texts += [f"but the plan {note}" for note in found.needless if found.agrees]
+    notes = [f"note: {note}" for note in found.notes]
+    if found.narrowed and dtype == "float64":
+        names, verb = listed(found.narrowed, 3), "rounds" if len(found.narrowed) == 1 else "round"
+        notes.insert(
+            0,
+            f"note: {names} {verb} to a narrower dtype inside this {dtype} run, so the "
+            f"tolerance is at least {NARROW_TOLERANCE:.0e} and smaller errors are not found",
+        )
+    blocks = [*map(_filled, texts), header, _table(found) if found.differences else ""]
+    return "\n\n".join(block for block in [*blocks, *map(_filled, notes)] if block)
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(found: Result) -> str:
@@ -129,10 +127,9 @@ def verdict(found: Result) -> str:
         if math.isinf(found.margin):
             return f"AGREES: every number is equal ({seconds})"
         return (
-            f"AGREES: the largest difference is {_figure(found.differences[step][key])} "
-            f"({describe_key(key)} at step {step}). The tolerance is "
-            f"{found.tolerance.of(step, key):.1e}, {found.margin:,.0f} times this difference "
-            f"({seconds})"
+            f"AGREES: max difference {_figure(found.differences[step][key])}, tolerance "
+            f"{found.tolerance.of(step, key):.1e}, in {describe_key(key)} at step {step} "
+            f"({seconds})".replace(".0e", "e")
         )
     if found.problems and not found.failures:
         return f"DIFFERS: {found.problems[0]} ({seconds})"

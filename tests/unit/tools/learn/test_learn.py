@@ -108,7 +108,7 @@ def test_tensor_parallelism_ends_at_the_node():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("dpp", "topic: there is no 'dpp'; choose from collectives, dp"),
+        ("dpp", "topic: there is no 'dpp'; did you mean "),
         ("--table", "--table: name topics, or all"),
         ("dp tp --svg x.svg", "--svg: name one picture, of ladder, dp"),
         ("collectives --svg x.svg", "--svg: name one picture"),

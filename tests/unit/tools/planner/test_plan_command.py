@@ -1,6 +1,7 @@
 """`titanlite plan`: its figures by formula, its output, and what it refuses."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -150,7 +151,8 @@ def test_the_command_shows_bars_bytes_and_notes(
     assert "rank 2" in shown
     assert "tp (TP)\n      all_gather" in shown
     assert "note: device: without a GPU here" in shown
-    assert "tokens/s a rank, MFU" in shown
+    top, _, _ = shown.partition("image_transformer, flavor debug: ")
+    assert re.search(r"\nmemory .*: it fits\nstep .*\nspeed .*/s/rank\nMFU .*, idle ", top)
     written = json.loads(figures.read_text())
     found, time = written["ranks"], written["time"]
     assert set(time["ranks"]) == {"0", "2"}

@@ -70,7 +70,8 @@ def test_all_sections_fit_the_width(pipelined: JobPlan, width: int) -> None:
     for text in (
         "4 ranks: pp 2 x dp_shard 2",
         "NVIDIA H100",
-        "tokens/s a rank, MFU",
+        "at the peak of rank 0 (",
+        " tokens/s/rank\nMFU ",
         "P parameters",
         "M matrix products",
         "dp_shard (FSDP)",

@@ -67,16 +67,16 @@ def test_a_failure_says_what_is_wrong_at_the_line_of_the_test(pytester: pytest.P
         [
             ">       assert_equivalent(build, with_ddp, batches=MASKED, **DP)",
             "E       AssertionError: all 2 gradients are sums over * a mean of means*",
-            "E       parallel   with_ddp: dp 2, 2 ranks as threads",
             "E       likely cause: all 2 gradients *",
+            "E       parallel   with_ddp: dp 2, 2 ranks as threads",
             "*.py:*: AssertionError",
             '>       assert_equivalent(build, with_ddp, batches=WHOLE, *"split": "tp"})',
             "E       titanlite.errors.ConfigError: split: there is no axis 'tp'*",
             "*.py:*: ConfigError",
             ">       verify_job(JOB, changes=FAILING, shrink=True, steps=1)",
             "E       AssertionError: the plan does not run: rank ?: ZeroDivisionError: *",
-            "E       plan       dp_shard 2, 2 ranks as threads: ",
             "E       DOES NOT RUN: *",
+            "E       plan       dp_shard 2, 2 ranks as threads: ",
             "E           return 0, 1 / (2 - torch.distributed.get_world_size())",
             "*.py:*: AssertionError",
         ]

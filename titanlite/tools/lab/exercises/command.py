@@ -8,31 +8,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.errors import ConfigError, TitanliteError
+from titanlite.observe.terminal import telling
 from titanlite.tools.lab.exercises import EXERCISES
 from titanlite.tools.lab.exercises.exercise import Exercise, load_answer, load_exercise
-from titanlite.tools.options import write
+from titanlite.tools.options import Parser, write
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if the answer is right or nothing was judged, 1 if it is wrong, 2 for misuse."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="titanlite lab exercise",
         description="Exercises of the lab's notes, judged on real ranks. "
         "Without a name, all are listed.",
     )
-    parser.add_argument("name", nargs="?", help="the exercise; or all, judged from a folder")
-    parser.add_argument("file", nargs="?", type=Path, help="your function; or a folder of NAME.py")
+    add = parser.add_argument
+    add("name", nargs="?", help="the exercise; or all, judged from a folder")
+    add("file", nargs="?", type=Path, help="the file with your function; or a folder of NAME.py")
     actions = parser.add_mutually_exclusive_group()
     actions.add_argument("--start", action="store_true", help="write a skeleton to the file")
     actions.add_argument("--hint", action="store_true", help="show a hint")
     actions.add_argument("--solution", action="store_true", help="show the worked solution")
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE.svg",
-        help="draw your run's messages; with .html, a page to step through",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write points, for a grader")
+    add("--picture", type=Path, metavar="FILE.svg", help="draw your messages; with .html, a page")
+    add("--json", type=Path, metavar="FILE", help="write points, for a grader")
     options = parser.parse_args(arguments)
     try:
         return _run(options)
@@ -95,7 +92,7 @@ def _judge(exercise: Exercise, options: argparse.Namespace) -> int:
     if options.picture is not None and options.picture.suffix not in (".svg", ".html"):
         raise ConfigError(f"--picture: {options.picture} must end in .svg or .html")
     answer = load_answer(options.file, exercise.name)
-    with VirtualCluster(exercise.mesh) as cluster:
+    with telling("judging it on real ranks"), VirtualCluster(exercise.mesh) as cluster:
         verdict = judge(cluster, exercise, answer)
     if options.picture is not None and verdict.record is not None:
         title = f"{exercise.name}, as in {options.file.name}"

@@ -111,29 +111,16 @@ def add_arguments(parser: argparse.ArgumentParser, axes: Collection[str] = CLIMB
     add = parser.add_argument_group("workload").add_argument
     for each in fields(StepWorkload):
         is_count = isinstance(each.default, int) and "units" not in each.name
-        add(
-            f"--{each.name.replace('_', '-')}",
-            type=degree if is_count else number,
-            metavar="N" if is_count else "UNITS",
-            help=f"default: {each.default}",
-        )
+        name, default = f"--{each.name.replace('_', '-')}", f"default: {each.default}"
+        kind, unit = (degree, "N") if is_count else (number, "UNITS")
+        add(name, type=kind, metavar=unit, help=default)
     add = parser.add_argument_group("network").add_argument
     link = ETHERNET.between
     add("--latency", type=number, default=link.latency_seconds, metavar="SECONDS", help="a message")
-    add(
-        "--time-per-unit",
-        type=number,
-        default=link.seconds_per_unit,
-        metavar="SECONDS",
-        help="of data sent",
-    )
+    add("--time-per-unit", type=number, default=link.seconds_per_unit, metavar="SECONDS")
     add("--workers-per-node", type=degree, default=1, metavar="N")
-    add(
-        "--inside-speedup",
-        type=factor,
-        metavar="FACTOR",
-        help="how much faster links inside a node are (default: 10)",
-    )
+    faster = "how much faster links inside a node are (default: 10)"
+    add("--inside-speedup", type=factor, metavar="FACTOR", help=faster)
 
 
 def _parser() -> argparse.ArgumentParser:

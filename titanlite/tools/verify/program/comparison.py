@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import ConfigError, TitanliteError
+from titanlite.observe.terminal import telling
 from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools, must_run
 from titanlite.tools.verify.program.grid import make_grid
@@ -148,6 +149,7 @@ class Comparer:
     def __exit__(self, *error: Any) -> None:
         self._pools.__exit__(*error)
 
+    @telling("training on one process and on the ranks of the parallel code")
     def compare(
         self,
         reference: Callable[[], Any],

@@ -23,7 +23,7 @@ class Comparison(Result):
     rank's loss was compared by itself."""
 
     def __str__(self) -> str:
-        """The parallel code and its reference, the table of differences, and the diagnosis."""
+        """The verdict and the diagnosis, then what was compared, and the table of differences."""
         steps = f"{self.num_steps} step{'s' * (self.num_steps > 1)}"
         ranks = f"{self.grid.world_size} rank{'s' * (self.grid.world_size > 1)}"
         ranks += " as threads" * self.threads
@@ -33,7 +33,7 @@ class Comparison(Result):
         ]
         if self.losses:
             lines.append(f"loss       the {self.losses} over the parts of the batch")
-        lines += ["", format_result(self, self.dtype)]
+        lines = [format_result(self, self.dtype, "\n".join(lines))]
         if self.error is not None:
             lines += ["", self.error.rank_traceback]
         return "\n".join(lines).rstrip()
