@@ -83,7 +83,7 @@ def draw_plan() -> str:
     parts = "\n".join(in_terminal(command, str(ROOT))).rstrip().split("\n\n")
     first = next(i for i, part in enumerate(parts) if re.match(r"[\d,]+ ranks: ", part))
     end = next(i for i, part in enumerate(parts) if part.startswith("communication of"))
-    shown = ["[...]", *parts[first:end], "[...]", parts[-1]]
+    shown = [*parts[:2], "[...]", *parts[first:end], "[...]"]
     return draw_terminal(command, "\n\n".join(shown).replace("]\n\n", "]\n").splitlines())
 
 
@@ -105,7 +105,7 @@ def in_terminal(command: str, folder: str) -> list[str]:
 
 _STYLES = {
     r"^\$ .*": 'fill="#ffffff" font-weight="bold"',
-    r"^DIFFERS:|^warning:": 'fill="#ff7b72" font-weight="bold"',
+    r"^DIFFERS:|^warning:|IT DOES NOT FIT": 'fill="#ff7b72" font-weight="bold"',
     r"^likely cause:|^also seen:": 'fill="#7ee787" font-weight="bold"',
     r"\S+ !(?: \(\d+ of \d+\))?": 'fill="#ff7b72"',
 }

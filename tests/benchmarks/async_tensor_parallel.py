@@ -251,27 +251,26 @@ def record_spans(place: Place, seconds_per_byte: float) -> dict[bool, list[tuple
 
 
 def make_timeline(of_ranks: list[dict[bool, list[tuple]]]) -> Timeline:
-    """Two rows per rank, products and transfers: with overlap above, without below."""
+    """A row per rank, its transfers below its products: with overlap above, without below."""
     rows, spans = [], []
     for waits in (False, True):
         start = min(span[0] for rank in of_ranks for span in rank[waits])
         for rank, of_rank in enumerate(of_ranks):
-            word = "waits" if waits else "overlaps"
             for what in ("product", "transfer"):
-                rows.append(f"{word}: rank {rank}, {what}s")
-                kind = "F" if what == "product" else "SEND"
                 own = [span for span in of_rank[waits] if span[2] == what]
-                spans += [
-                    Span(len(rows) - 1, 1e3 * (first - start), 1e3 * (last - start), kind, i, i)
-                    for i, (first, last, _) in enumerate(own)
-                ]
+                for i, (first, last, _) in enumerate(own):
+                    # Two products of a pass: forward and backward of a pair, then of the other.
+                    kind = "FB"[i // 2 % 2] if what == "product" else "EXCHANGE"
+                    times = 1e3 * (first - start), 1e3 * (last - start)
+                    spans.append(Span(len(rows), *times, kind, 0, i))
+            rows.append(f"{'waits' if waits else 'overlaps'}, rank {rank}")
     return Timeline(
-        "asynchronous TP: products and transfers of two pairs, forward and backward, on two ranks",
+        "Asynchronous TP: two pairs of products, on two ranks",
         rows,
         spans,
         unit="ms",
+        batches_are="product",
         caption="above, a chunk travels while the one before is multiplied; below, before it is",
-        letters={"F": "product ", "SEND": "transfer "},
     )
 
 

@@ -295,7 +295,8 @@ def _curves(canvas: Canvas) -> Iterator[Mark]:
     top = canvas.height - height - 14
     above = canvas.bottom + 38
     most = max((value for curve in timeline.curves.values() for _, value in curve), default=0) or 1
-    yield Text(canvas.left, above, timeline.curves_label, 11, palette.QUIET)
+    if timeline.curves_label:
+        yield Text(canvas.left, above, timeline.curves_label, 11, palette.QUIET)
     # The values are counts, so ticks are whole numbers.
     for tick in (tick for tick in _ticks(most, 4) if tick == round(tick)):
         y = top + height * (1 - tick / most)

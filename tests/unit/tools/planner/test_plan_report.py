@@ -173,7 +173,7 @@ def test_predicted_and_measured_pipelines_are_drawn_on_one_scale(pipelined: JobP
     assert "predicted step" in picture
     assert "measured: 1F1B, step 5" in picture
     # Both start at 0, so that every cell is at the same place twice.
-    cells = re.findall(r"<rect x='([\d.]+)' y='[\d.]+' width='([\d.]+)'", picture)
+    cells = re.findall(r"<rect x='([\d.]+)' y='[\d.]+' width='([\d.]+)'[^>]*><title>", picture)
     assert cells
     assert all(count % 2 == 0 for count in Counter(cells).values())
     alone = draw_schedules(predicted)
