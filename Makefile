@@ -33,6 +33,7 @@ check: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/make_configuration.py
 	$(BIN)/python docs/make_api.py
+	$(BIN)/python docs/make_commands.py
 	$(BIN)/python docs/make_pictures.py
 
 # The documentation as a site that needs no network, in build/site.

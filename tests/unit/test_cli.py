@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import make_commands
 import pytest
 
 import titanlite
@@ -18,6 +19,10 @@ SMALL = (
     "--validation.enable=false",
     "--sampling.num_samples=0",
 )
+
+
+def test_the_page_of_commands_is_current() -> None:
+    assert make_commands.page() == make_commands.PAGE.read_text(), "python docs/make_commands.py"
 
 
 def test_alone_it_lists_each_command_with_a_line_and_an_example() -> None:
