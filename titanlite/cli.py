@@ -163,10 +163,10 @@ def tools() -> Tools:
 
 def usage() -> str:
     """The text of `titanlite --help`: each command with one line of text and an example."""
-    lines = ["usage: titanlite COMMAND ...", "", "commands:"]
+    lines = [f"usage: {program()} COMMAND ...", "", "commands:"]
     for name, command in COMMANDS.items():
         lines += [f"  {name:<10}{command.purpose}", f"  {'':<10}$ {command.example}"]
-    return "\n".join([*lines, "", "Run `titanlite COMMAND --help` for details."])
+    return "\n".join([*lines, "", f"Run `{program()} COMMAND --help` for details."])
 
 
 def _with_examples(command: Command, text: str) -> str:
