@@ -43,6 +43,7 @@ def test_alone_it_lists_each_command_with_a_line_and_an_example() -> None:
         "convert",
         "verify",
         "import",
+        "schema",
         "plan",
         "simulate",
         "learn",
