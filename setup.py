@@ -4,12 +4,12 @@ titanlite/models is a link to models. On Windows, and in a zip download, it is a
 packages are then found in models itself.
 """
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 
-packages = find_packages(include=["titanlite*"])
+packages = find_namespace_packages(include=["titanlite*"])
 folders = {}
 if "titanlite.models" not in packages:
-    packages += [f"titanlite.{name}" for name in find_packages(include=["models*"])]
+    packages += [f"titanlite.{name}" for name in find_namespace_packages(include=["models*"])]
     folders["titanlite.models"] = "models"
 
 setup(packages=packages, package_dir=folders)

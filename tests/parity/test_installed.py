@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from pages import write_files
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/own_model.md"
+FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+
+
+PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
 def run(*words: str | Path, cwd: Path, **environment: str) -> str:
@@ -28,12 +33,9 @@ def run(*words: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command `titanlite` of a virtual environment that has the wheel."""
+def build(source: Path, folder: Path, *, has_links: bool = True) -> Path:
+    """Build the wheel of a copy of the repository in `source`; without links they are text files"""
     pytest.importorskip("setuptools")
-    folder = tmp_path_factory.mktemp("installed")
-    source, environment = folder / "source", folder / "environment"
     shutil.copytree(
         ROOT,
         source,
@@ -42,21 +44,30 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Path:
             name
             for name in names
             if name == "__pycache__"
-            or (Path(at) == ROOT and name not in ("titanlite", "models", "pyproject.toml"))
+            or (Path(at) == ROOT and name not in ("titanlite", "models", *FILES))
         ],
     )
-    (source / "README.md").write_text((ROOT / "README.md").read_text())
-    (source / "LICENSE").write_text((ROOT / "LICENSE").read_text())
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    if not has_links:
+        (source / "titanlite/models").unlink()
+        (source / "titanlite/models").write_text("../models")
     options = ["--no-deps", "--no-build-isolation", "--no-index"]
-    run(*pip, "wheel", ".", *options, "--wheel-dir", folder, cwd=source)
+    run(*PIP, "wheel", ".", *options, "--wheel-dir", folder, cwd=source)
     (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command `titanlite` of a virtual environment that has the wheel."""
+    folder = tmp_path_factory.mktemp("installed")
+    source, environment = folder / "source", folder / "environment"
+    wheel = build(source, folder)
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     (packages,) = environment.glob("lib/python*/site-packages")
     # The dependencies are those of this environment.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = environment / "bin/python"
-    run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    run(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
     shutil.rmtree(source)
     return environment / "bin/titanlite"
 
@@ -102,13 +113,32 @@ def test_an_outside_model_with_outside_data_and_loss_trains(command: Path, proje
 def test_other_commands_run(command: Path, project: Path) -> None:
     (project / "job.toml").write_text(
         "[model]\nflavor = 'debug'\n"
-        "[training]\ndataset = 'digits'\nglobal_batch_size = 8\nsteps = 1\n"
+        "[training]\ndataset = 'digits'\nglobal_batch_size = 16\nsteps = 1\n"
         "[lr_scheduler]\nwarmup_steps = 1\n"
         "[sampling]\nnum_samples = 1\n"
     )
-    run(command, "train", "job.toml", "--checkpoint.enable", cwd=project)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "titanlite", "train")
+    ranks = "--parallelism.data_parallel_shard_degree=2"
+    python = command.with_name("python")
+    run(python, *torchrun, "job.toml", "--checkpoint.enable", ranks, cwd=project)
     run(command, "sample", "outputs/checkpoint", "--out=one.png", "--num-samples=1", cwd=project)
     assert (project / "one.png").stat().st_size > 0
     run(command, "verify", "job.toml", "--steps", "1", cwd=project)
     assert "makespan" in run(command, "simulate", "1F1B", "--quiet", cwd=project)
     assert "collectives" in run(command, "lab", cwd=project)
+
+
+def test_a_checkout_without_links_runs_and_makes_the_same_wheel(
+    command: Path, tmp_path: Path
+) -> None:
+    wheel = build(tmp_path / "source", tmp_path, has_links=False)
+    assert not (tmp_path / "source/titanlite/models").is_dir()
+    code = "import titanlite.models as m; from titanlite.models.hf import config; print(m.__file__)"
+    found = run(sys.executable, "-c", code, cwd=tmp_path / "source")
+    assert Path(found.strip()) == tmp_path / "source/models/__init__.py"
+    (packages,) = command.parents[1].glob("lib/python*/site-packages")
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name]
+    assert "titanlite/models/llama3/plan.py" in names
+    assert all((packages / name).is_file() for name in names)
+    installed = [path for path in (packages / "titanlite").rglob("*") if path.is_file()]
+    assert len(names) == len([path for path in installed if path.suffix != ".pyc"])

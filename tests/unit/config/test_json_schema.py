@@ -1,0 +1,75 @@
+"""The JSON Schema of a job accepts the shipped configs and refuses what the schema refuses."""
+
+import json
+from collections.abc import Iterator
+from operator import ge, gt, le, lt
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.cli import main
+from titanlite.config.toml import parse_toml
+
+ROOT = Path(__file__).parents[3]
+KINDS: dict[str, Any] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+}
+KINDS["number"] = (int, float)
+LIMITS = {"minimum": ge, "exclusiveMinimum": gt, "maximum": le, "exclusiveMaximum": lt}
+
+
+def problems(value: Any, schema: dict[str, Any], name: str = "") -> Iterator[str]:
+    """The names of the keys that `schema` refuses; it knows the words that the schema uses."""
+    kind = schema.get("type", "value")
+    is_kind = isinstance(value, KINDS.get(kind, object))
+    is_kind &= kind in ("boolean", "value") or not isinstance(value, bool)
+    if not is_kind or value not in schema.get("enum", [value]):
+        yield name
+    elif kind == "object":
+        for leaf, each in value.items():
+            if leaf in schema.get("properties", {}):
+                yield from problems(each, schema["properties"][leaf], f"{name}.{leaf}".lstrip("."))
+            elif not schema.get("additionalProperties", True):
+                yield f"{name}.{leaf}".lstrip(".")
+    elif kind == "array":
+        for each in value:
+            yield from problems(each, schema["items"], name)
+    elif not all(holds(value, schema[limit]) for limit, holds in LIMITS.items() if limit in schema):
+        yield name
+
+
+@pytest.fixture
+def schema(capsys: pytest.CaptureFixture[str]) -> Any:
+    assert main(["schema"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_shipped_configs_are_accepted(schema: Any) -> None:
+    files = list((ROOT / "configs").rglob("*.toml"))
+    assert len(files) > 30
+    for file in files:
+        assert not list(problems(parse_toml(file.read_text()), schema)), file
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("training.stpes = 3", "training.stpes"),
+        ("traning.steps = 3", "traning"),
+        ("training.steps = 0", "training.steps"),
+        ("training.steps = '3'", "training.steps"),
+        ("training.steps = true", "training.steps"),
+        ("validation.enable = 1", "validation.enable"),
+        ("optimizer.beta1 = 1.5", "optimizer.beta1"),
+        ("activation_checkpoint.mode = 'most'", "activation_checkpoint.mode"),
+        ("compile.components = ['layer']", "compile.components"),
+        ("metrics.save_for_all_ranks = true", "metrics.save_for_all_ranks"),
+    ],
+)
+def test_what_is_wrong_is_refused(text: str, name: str, schema: Any) -> None:
+    assert list(problems(parse_toml(text), schema)) == [name]
