@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,6 @@ from pages import write_files
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/own_model.md"
-FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-
-
-PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
 def run(*words: str | Path, cwd: Path, **environment: str) -> str:
@@ -33,41 +28,32 @@ def run(*words: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def build(source: Path, folder: Path, *, has_links: bool = True) -> Path:
-    """Build the wheel of a copy of the repository in `source`; without links they are text files"""
-    pytest.importorskip("setuptools")
-    shutil.copytree(
-        ROOT,
-        source,
-        symlinks=True,
-        ignore=lambda at, names: [
-            name
-            for name in names
-            if name == "__pycache__"
-            or (Path(at) == ROOT and name not in ("titanlite", "models", *FILES))
-        ],
-    )
-    if not has_links:
-        (source / "titanlite/models").unlink()
-        (source / "titanlite/models").write_text("../models")
-    options = ["--no-deps", "--no-build-isolation", "--no-index"]
-    run(*PIP, "wheel", ".", *options, "--wheel-dir", folder, cwd=source)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+def copy(folder: Path) -> None:
+    """Copy what the package is built from to a new folder."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("titanlite", "models"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
 
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The command `titanlite` of a virtual environment that has the wheel."""
+    pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("installed")
     source, environment = folder / "source", folder / "environment"
-    wheel = build(source, folder)
+    copy(source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-build-isolation", "--no-index"]
+    run(*pip, "wheel", ".", *options, "--wheel-dir", folder, cwd=source)
+    (wheel,) = folder.glob("*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     (packages,) = environment.glob("lib/python*/site-packages")
     # The dependencies are those of this environment.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = environment / "bin/python"
-    run(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
     shutil.rmtree(source)
     return environment / "bin/titanlite"
 
@@ -118,9 +104,8 @@ def test_other_commands_run(command: Path, project: Path) -> None:
         "[sampling]\nnum_samples = 1\n"
     )
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "titanlite", "train")
-    ranks = "--parallelism.data_parallel_shard_degree=2"
-    python = command.with_name("python")
-    run(python, *torchrun, "job.toml", "--checkpoint.enable", ranks, cwd=project)
+    options = ("--checkpoint.enable", "--parallelism.data_parallel_shard_degree=2")
+    run(command.with_name("python"), *torchrun, "job.toml", *options, cwd=project)
     run(command, "sample", "outputs/checkpoint", "--out=one.png", "--num-samples=1", cwd=project)
     assert (project / "one.png").stat().st_size > 0
     run(command, "verify", "job.toml", "--steps", "1", cwd=project)
@@ -128,17 +113,15 @@ def test_other_commands_run(command: Path, project: Path) -> None:
     assert "collectives" in run(command, "lab", cwd=project)
 
 
-def test_a_checkout_without_links_runs_and_makes_the_same_wheel(
-    command: Path, tmp_path: Path
-) -> None:
-    wheel = build(tmp_path / "source", tmp_path, has_links=False)
-    assert not (tmp_path / "source/titanlite/models").is_dir()
-    code = "import titanlite.models as m; from titanlite.models.hf import config; print(m.__file__)"
-    found = run(sys.executable, "-c", code, cwd=tmp_path / "source")
-    assert Path(found.strip()) == tmp_path / "source/models/__init__.py"
-    (packages,) = command.parents[1].glob("lib/python*/site-packages")
-    names = [name for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name]
-    assert "titanlite/models/llama3/plan.py" in names
-    assert all((packages / name).is_file() for name in names)
-    installed = [path for path in (packages / "titanlite").rglob("*") if path.is_file()]
-    assert len(names) == len([path for path in installed if path.suffix != ".pyc"])
+def test_where_links_are_text_files_the_package_is_the_same(tmp_path: Path) -> None:
+    copy(tmp_path)
+    show = "lambda packages, package_dir: print(sorted(packages))"
+    packages = f"import setuptools; setuptools.setup = {show}; import setup"
+    expected = run(sys.executable, "-c", packages, cwd=tmp_path)
+    link = tmp_path / "titanlite/models"
+    link.unlink()
+    link.write_text("../models")
+    assert run(sys.executable, "-c", packages, cwd=tmp_path) == expected
+    where = "import titanlite.models.hf.config as module; print(module.__file__)"
+    found = run(sys.executable, "-c", where, cwd=tmp_path)
+    assert found.strip() == str(tmp_path / "models/hf/config.py")
