@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from titanlite.tools.verify.from_python import verify
     from titanlite.tools.verify.program.comparison import assert_equivalent, compare
 
-if not Path(__file__).with_name("models").is_dir():
-    # On Windows and in a zip download, the link to ../models is a text file.
+if not Path(__file__).with_name("models").is_dir():  # a text file where links are not kept
     __path__.append(str(Path(__file__).parents[1]))
 
 __version__ = VERSION

@@ -89,6 +89,7 @@ COMMANDS = {
         "titanlite.config.json_schema",
         "print the JSON Schema of a job, with which editors check its TOML",
         "titanlite schema > titanlite.schema.json",
+        "titanlite schema | grep -A 4 pipeline_parallel_schedule",
     ),
     "plan": Command(
         "titanlite.tools.planner.command",

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from titanlite.config.keys import KINDS, Key, job_keys, job_sections, model_keys
 from titanlite.registry import MODELS
 
-LIMITS = (
-    *(("ge", "minimum"), ("gt", "exclusiveMinimum"), ("min_length", "minLength")),
-    *(("le", "maximum"), ("lt", "exclusiveMaximum")),
-)
+LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 OTHERS = {"list": "array", "value": "object"}
 
 
-def main(_: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print it; returns the exit status."""
+    about = "Print the JSON Schema of a job; docs/configuration.md says how editors use it."
+    argparse.ArgumentParser("titanlite schema", description=about).parse_args(arguments)
     print(json.dumps(json_schema(), indent=1))
     return 0
 
@@ -24,8 +25,7 @@ def main(_: list[str]) -> int:
 def json_schema() -> dict[str, Any]:
     """Every section and key. A model's own keys are described, but not checked."""
     tables: dict[str, dict[str, Any]] = {"": {"$schema": "http://json-schema.org/draft-07/schema#"}}
-    for name, section in job_sections().items():
-        tables[name] = {"description": section.__doc__}
+    tables |= {name: {"description": kind.__doc__} for name, kind in job_sections().items()}
     for name, table in tables.items():
         table |= {"type": "object", "properties": {}, "additionalProperties": name == "model"}
         if name:
@@ -45,7 +45,6 @@ def _check(key: Key) -> dict[str, Any]:
     if key.not_yet or key.choices:
         return {"enum": [*key.choices] or [key.default]}
     kind = KINDS.get(key.type, "value")
-    marks = ((word, getattr(mark, name, None)) for mark in key.limits for name, word in LIMITS)
-    limits = {word: limit for word, limit in marks if limit is not None}
+    limits = {LIMITS[n]: getattr(m, n) for n in LIMITS for m in key.limits if hasattr(m, n)}
     items = {"items": _check(key.item)} if key.item else {}
     return {"type": OTHERS.get(kind, kind), **limits, **items}
