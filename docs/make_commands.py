@@ -20,6 +20,7 @@ MORE = {
         "titanlite import torchtitan:llama3_debugmodel"
         " --parallelism.tensor_parallel_degree=2 > job.toml",
     ),
+    "schema": ("configuration.md", "titanlite schema | grep -A 4 pipeline_parallel_schedule"),
     "plan": (
         "plan.md",
         "titanlite plan configs/llama_tiny.toml --ranks 8 --hardware h100 --search",

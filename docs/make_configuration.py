@@ -71,6 +71,9 @@ torchrun train.py --job.config_file=configs/tp2_fsdp2.toml --training.steps=100
   is accepted as a number.
 - All mistakes in a job are reported together, before torch is imported and before any process
   starts, one line each: `section.key: what is wrong; what to do`. The exit status is 2.
+- Editors complete and check a job with its JSON Schema: run `titanlite schema >
+  titanlite.schema.json`, and begin the TOML with `#:schema ./titanlite.schema.json` (Even Better
+  TOML, taplo).
 - `--help` lists the sections, and `--help SECTION` their keys. `--job.print_config=true` prints
   all values of a job as TOML, and `--job.save_config_file=job.toml` writes them to a file in
   `job.dump_folder`.

@@ -12,6 +12,7 @@ titanlite.training, .parallelize, .modules, .mesh and .ranks; docs/api documents
 imported when they are first used, so `import titanlite` is fast and does not import torch.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.lazy import lazy
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
     from titanlite.tools.planner.from_python import plan
     from titanlite.tools.verify.from_python import verify
     from titanlite.tools.verify.program.comparison import assert_equivalent, compare
+
+if not Path(__file__).with_name("models").is_dir():  # a text file where links are not kept
+    __path__.append(str(Path(__file__).parents[1]))
 
 __version__ = VERSION
 

@@ -85,6 +85,12 @@ COMMANDS = {
         "titanlite import torchtitan:llama3_debugmodel > job.toml",
         function="to_toml",
     ),
+    "schema": Command(
+        "titanlite.config.json_schema",
+        "print the JSON Schema of a job, with which editors check its TOML",
+        "titanlite schema > titanlite.schema.json",
+        "titanlite schema | grep -A 4 pipeline_parallel_schedule",
+    ),
     "plan": Command(
         "titanlite.tools.planner.command",
         "show what a step takes on any number of ranks, before it runs",

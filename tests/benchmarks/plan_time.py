@@ -29,21 +29,8 @@ from titanlite.tools.planner.trace import trace_rank
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Shipped jobs of unlike plans.
 JOBS = (
-    "single",
-    "bf16",
-    "ac",
-    "ddp4",
-    "fsdp4",
-    "hsdp2x2",
-    "tp4",
-    "tp2_fsdp2",
-    "tp2_async",
-    "cp4",
-    "pp4_1f1b",
-    "pp2_dualpipev",
-    "gpt2_pp2_tp2",
-    "llama_tiny",
-    "pp2_tp2_fsdp2",
+    *("single", "bf16", "ac", "ddp4", "fsdp4", "hsdp2x2", "tp4", "tp2_fsdp2", "tp2_async", "cp4"),
+    *("pp4_1f1b", "pp2_dualpipev", "gpt2_pp2_tp2", "llama_tiny", "pp2_tp2_fsdp2"),
 )
 
 

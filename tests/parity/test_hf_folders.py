@@ -58,17 +58,12 @@ ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 17}
+OWN_LLAMA = {**SIZES, "name": "llama3", "n_kv_heads": 2, "multiple_of": 32, "rope_theta": 10000.0}
 # Mixtral's experts, and DeepSeek-V3's: a bias, a shared expert, and a dense block.
 MIXTRAL = {
-    "name": "llama3",
-    "dim": 64,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "vocab_size": 17,
-    "rope_theta": 10000.0,
+    **OWN_LLAMA,
     "rope_scaling_factor": 1.0,
-    "multiple_of": 32,
     "moe_num_experts": 4,
     "moe_top_k": 2,
     "moe_hidden_dim": 48,
@@ -93,32 +88,14 @@ GLM = {
 OWN: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "llama3": (
         {
-            "name": "llama3",
-            "dim": 64,
-            "n_layers": 2,
-            "n_heads": 4,
-            "n_kv_heads": 2,
-            "vocab_size": 17,
-            "multiple_of": 32,
-            "rope_theta": 10000.0,
+            **OWN_LLAMA,
             "rope_scaling_factor": 4.0,
             "rope_scaling_original_max_position_embeddings": 16,
         },
         "LlamaConfig",
         {**LLAMA, "intermediate_size": 192, "rms_norm_eps": 1e-5, "rope_parameters": ROPE},
     ),
-    "gpt2": (
-        {
-            "name": "gpt2",
-            "dim": 64,
-            "n_layers": 2,
-            "n_heads": 4,
-            "vocab_size": 17,
-            "max_seq_len": 64,
-        },
-        "GPT2Config",
-        GPT2,
-    ),
+    "gpt2": ({**SIZES, "name": "gpt2", "max_seq_len": 64}, "GPT2Config", GPT2),
     "Mixtral": (
         MIXTRAL,
         "MixtralConfig",

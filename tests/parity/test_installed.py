@@ -28,25 +28,22 @@ def run(*words: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
+def copy(folder: Path) -> None:
+    """Copy what the package is built from to a new folder."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("titanlite", "models"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+
+
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The command `titanlite` of a virtual environment that has the wheel."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("installed")
     source, environment = folder / "source", folder / "environment"
-    shutil.copytree(
-        ROOT,
-        source,
-        symlinks=True,
-        ignore=lambda at, names: [
-            name
-            for name in names
-            if name == "__pycache__"
-            or (Path(at) == ROOT and name not in ("titanlite", "models", "pyproject.toml"))
-        ],
-    )
-    (source / "README.md").write_text((ROOT / "README.md").read_text())
-    (source / "LICENSE").write_text((ROOT / "LICENSE").read_text())
+    copy(source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", "--no-build-isolation", "--no-index"]
     run(*pip, "wheel", ".", *options, "--wheel-dir", folder, cwd=source)
@@ -102,13 +99,29 @@ def test_an_outside_model_with_outside_data_and_loss_trains(command: Path, proje
 def test_other_commands_run(command: Path, project: Path) -> None:
     (project / "job.toml").write_text(
         "[model]\nflavor = 'debug'\n"
-        "[training]\ndataset = 'digits'\nglobal_batch_size = 8\nsteps = 1\n"
+        "[training]\ndataset = 'digits'\nglobal_batch_size = 16\nsteps = 1\n"
         "[lr_scheduler]\nwarmup_steps = 1\n"
         "[sampling]\nnum_samples = 1\n"
     )
-    run(command, "train", "job.toml", "--checkpoint.enable", cwd=project)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "titanlite", "train")
+    options = ("--checkpoint.enable", "--parallelism.data_parallel_shard_degree=2")
+    run(command.with_name("python"), *torchrun, "job.toml", *options, cwd=project)
     run(command, "sample", "outputs/checkpoint", "--out=one.png", "--num-samples=1", cwd=project)
     assert (project / "one.png").stat().st_size > 0
     run(command, "verify", "job.toml", "--steps", "1", cwd=project)
     assert "makespan" in run(command, "simulate", "1F1B", "--quiet", cwd=project)
     assert "collectives" in run(command, "lab", cwd=project)
+
+
+def test_where_links_are_text_files_the_package_is_the_same(tmp_path: Path) -> None:
+    copy(tmp_path)
+    show = "lambda packages, package_dir: print(sorted(packages))"
+    packages = f"import setuptools; setuptools.setup = {show}; import setup"
+    expected = run(sys.executable, "-c", packages, cwd=tmp_path)
+    link = tmp_path / "titanlite/models"
+    link.unlink()
+    link.write_text("../models")
+    assert run(sys.executable, "-c", packages, cwd=tmp_path) == expected
+    where = "import titanlite.models.hf.config as module; print(module.__file__)"
+    found = run(sys.executable, "-c", where, cwd=tmp_path)
+    assert found.strip() == str(tmp_path / "models/hf/config.py")

@@ -41,19 +41,6 @@ def test_alone_it_lists_each_command_with_a_line_and_an_example() -> None:
         assert lines[at + 1].strip() == f"$ {command.example}"
         assert shlex.split(command.example)[:2] == ["titanlite", name]
     assert max(map(len, lines)) <= 80
-    assert set(COMMANDS) == {
-        "train",
-        "sample",
-        "debug",
-        "convert",
-        "verify",
-        "import",
-        "plan",
-        "simulate",
-        "learn",
-        "lab",
-        "ladder",
-    }
 
 
 def test_the_examples_name_files_and_options_that_there_are(

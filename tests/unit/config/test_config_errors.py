@@ -27,18 +27,8 @@ def _known_names(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             DATASETS,
             (
-                "digits",
-                "photos",
-                "cifar10",
-                "synthetic",
-                "pydoc",
-                "text",
-                "tokens",
-                "hf",
-                "hf_validation",
-                "c4",
-                "c4_test",
-                "c4_validation",
+                *("digits", "photos", "cifar10", "synthetic", "pydoc", "text", "tokens", "hf"),
+                *("hf_validation", "c4", "c4_test", "c4_validation"),
             ),
         ),
     ):

@@ -52,13 +52,7 @@ def load(path: Path):
 def test_options_are_told_from_the_job():
     options = parse(
         [
-            "a.toml",
-            "--steps",
-            "3",
-            "--dtype=float32",
-            "--shrink",
-            "--training.steps",
-            "9",
+            *("a.toml", "--steps", "3", "--dtype=float32", "--shrink", "--training.steps", "9"),
             "--x.y=1",
         ]
     )

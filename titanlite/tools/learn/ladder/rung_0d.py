@@ -12,7 +12,6 @@ Run it: titanlite ladder 0d --items 8
 from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.tools.learn.ladder.show import show
 from titanlite.tools.simulate.gpu import GPU
 from titanlite.tools.simulate.integer_model import (
     add,
@@ -63,7 +62,3 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     # One step of gradient descent.
     outcome.store(model)
     return outcome
-
-
-if __name__ == "__main__":
-    show("0D", train)

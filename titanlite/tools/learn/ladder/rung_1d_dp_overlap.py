@@ -16,7 +16,6 @@ Run it: titanlite ladder 1d-overlap --gradient-units 200
 from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.tools.learn.ladder.show import show
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
@@ -60,7 +59,3 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     gpu.join("gradients")
     outcome.store(model)
     return outcome
-
-
-if __name__ == "__main__":
-    show("1D DP, overlap", train)

@@ -12,7 +12,6 @@ Run it: titanlite ladder 1d-relay --dp 8
 from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.tools.learn.ladder.show import show
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.gpu import GPU
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
@@ -56,7 +55,3 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
 
     outcome.store(model)
     return outcome
-
-
-if __name__ == "__main__":
-    show("1D DP, relay", train)

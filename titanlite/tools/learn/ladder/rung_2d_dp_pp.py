@@ -16,7 +16,6 @@ Run it: titanlite ladder 2d-pp --pp 4 --dp 1
 from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.tools.learn.ladder.show import show
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
@@ -78,7 +77,3 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     integers.set_gradients(model, total)
     outcome.store(model)
     return outcome
-
-
-if __name__ == "__main__":
-    show("2D DP x PP", train)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.schedule import make_schedule
-from titanlite.tools.learn.ladder.show import show
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import (
     all_reduce_matrix,
@@ -90,7 +89,3 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     integers.set_gradients(model, total)
     outcome.store(model)
     return outcome
-
-
-if __name__ == "__main__":
-    show("4D with CP", train)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
-from titanlite.errors import TitanliteError
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.ranks.signals import ending_with_the_output
 from titanlite.schedule.timeline import Span
 from titanlite.tools.figures.schedule_text import draw_text
 from titanlite.tools.learn.ladder.command import FILES, add_arguments, make_network, make_workload
@@ -28,21 +25,11 @@ from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 Train = Callable[[GPU, Grid, StepWorkload], Outcome]
 
 
-def show(name: str, train: Train, arguments: Sequence[str] | None = None) -> None:
-    """Run `train(gpu, grid, workload)` on every rank of the rung `name`, and print the result.
-
-    `arguments` are those of the command line. A mistake in them ends the process with one line.
-    """
-    with ending_with_the_output():
-        try:
-            print(describe(name, train, sys.argv[1:] if arguments is None else arguments))
-        except TitanliteError as error:
-            print(f"ladder: {error}", file=sys.stderr)
-            sys.exit(2)
-
-
 def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
-    """The text that `show` prints. Raises SimulationError, also if a result is wrong."""
+    """Run `train(gpu, grid, workload)` on every rank of the rung `name`; returns what to print.
+
+    `arguments` are those of the command line. Raises SimulationError, also if a result is wrong.
+    """
     rung = next(rung for rung in RUNGS if rung.name == name)
     parser = Parser(prog="titanlite ladder", description=f"The script of the rung {name}.")
     add_arguments(parser, list(rung.degrees))
