@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_lab_parallelism import assert_same
 
 from titanlite.errors import RankError
 from titanlite.tools.lab import (
@@ -31,12 +32,6 @@ def data():
 def alone(data):
     """The run in one process."""
     return single_process_main(data, LAYERS, STEPS)
-
-
-def assert_same(ours, theirs):
-    assert ours.shape == theirs.shape
-    assert theirs.abs().max() > 0
-    assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max()
 
 
 class Recorder:

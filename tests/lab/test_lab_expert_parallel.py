@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from test_lab_context_parallel import assert_same
 
 from titanlite.errors import RankError
 from titanlite.modules.experts import ExpertLayer
@@ -66,13 +67,6 @@ def joined(results):
     """Tokens and experts side by side; the gate's gradient is a sum."""
     out, dx, dgate, *dweights = zip(*results, strict=True)
     return [torch.cat(out), torch.cat(dx), sum(dgate), *map(torch.cat, dweights)]
-
-
-def assert_same(ours, theirs):
-    for mine, expected in zip(ours, theirs, strict=True):
-        assert mine.shape == expected.shape
-        assert expected.abs().max() > 0
-        assert (mine - expected).abs().max() <= 1e-13 * expected.abs().max()
 
 
 def test_slots_get_places_in_the_order_of_the_tokens():
