@@ -9,8 +9,8 @@ from make_notebooks import DOCS, NOTEBOOKS, code_cells, from_page, printed, run
 
 
 def conclusions(text: str) -> list[str]:
-    """The words of a verdict, or of all that is printed, without numbers and what is in brackets"""
-    verdict = text[max(text.find("DIFFERS"), text.find("AGREES"), 0) :]
+    """The words of a verdict and its cause, or of all that is printed, without numbers."""
+    verdict = re.sub(r"(?<=AGREES).*", "", text.split("\nparallel ")[0], flags=re.DOTALL)
     return re.sub(r"\([^()]*\)|\d[\d.,e+-]*", "", verdict).split()
 
 
