@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from pages import write_files
 from plans import merged
+from torch.nn.functional import cross_entropy
 
 import titanlite
 from titanlite import cli
 from titanlite.config import JobConfig
 from titanlite.errors import ConfigError
+from titanlite.modules.batch import Batch
 from titanlite.observe.metrics import read_metrics
 from titanlite.ranks import machine
 from titanlite.ranks.launch import Place
@@ -58,6 +60,16 @@ def test_losses_are_those_of_processes(tmp_path: Path, plan: str) -> None:
     job = JobConfig.from_dict(merged(TINY, {"parallelism": PLANS[plan]}))
     measured = read_metrics(tmp_path / "threads")[-1].memory_bytes
     assert measured == pytest.approx(titanlite.plan(job).peak_bytes, rel=0.01)
+
+
+def test_a_users_own_loss_takes_logits_that_are_sharded(tmp_path: Path) -> None:
+    def summed(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+
+    titanlite.register_loss("summed", summed)
+    own = train(tmp_path / "own", "TP, FSDP", THREADS, {"training": {"loss": "summed"}})
+    default = train(tmp_path / "default", "TP, FSDP", THREADS)
+    assert own.losses == pytest.approx(default.losses, rel=1e-13)
 
 
 def test_a_profiler_ends_the_count_of_memory(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
     allocations = Allocations()
     allocations.start()          # on the thread of the rank
-    ...
     allocations.stop()           # before too many are kept: 300 bytes each
     allocations.peak_bytes
 

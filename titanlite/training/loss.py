@@ -61,6 +61,11 @@ def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         ignore_index=IGNORE_INDEX,
         reduction="sum",
     )
+    return whole_loss(loss)
+
+
+def whole_loss(loss: Any) -> Any:
+    """A loss of logits that are sharded over the vocabulary, as a plain tensor."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 

@@ -22,7 +22,7 @@ from titanlite.modules.experts import Balancer
 from titanlite.modules.gradient_sums import GradientSums
 from titanlite.modules.names import canonical_name
 from titanlite.training.generators import Generators
-from titanlite.training.loss import Loss, loss_context
+from titanlite.training.loss import Loss, loss_context, whole_loss
 from titanlite.training.metrics import Metric, ValidationResult, sums_of
 from titanlite.training.non_finite import explain_non_finite
 from titanlite.training.norm import clip_gradients, gradient_norm, reduce_partial_gradients
@@ -220,7 +220,7 @@ class Trainer:
                 else:
                     outputs = self.stages.forward(batch)
                 if outputs is not None:
-                    totals[0, 0] += self.loss.total(outputs, batch)
+                    totals[0, 0] += whole_loss(self.loss.total(outputs, batch))
             totals[0, 1] += self.loss.count(batch)
             if outputs is not None:
                 sums_of(self.metrics, outputs, batch, totals[1:])
@@ -290,7 +290,7 @@ class Trainer:
         sums = []
 
         def loss_function(outputs: Any, batch: Batch) -> Tensor:
-            loss = self.loss.total(outputs, batch)
+            loss = whole_loss(self.loss.total(outputs, batch))
             if not loss.requires_grad:
                 raise TitanliteError(
                     "the loss has no gradient: the model or the loss computes it under "
