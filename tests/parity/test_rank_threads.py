@@ -97,6 +97,7 @@ def test_a_run_resumes_in_the_other_world(tmp_path: Path) -> None:
         assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_bug_on_one_rank_has_the_same_cause(breaks_rank_3: Callable[[], Any]) -> None:
     job = JobConfig.from_dict(merged(TINY, {"parallelism": PLANS["TP, FSDP"]}))
     found = {}

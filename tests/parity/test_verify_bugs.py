@@ -153,12 +153,14 @@ CASES = [
         "the `positions` argument of stage 1 of the pipeline is missing, on the ranks with pp 1: "
         "each rank then counts its tokens from 0",
         {**ROTARY, "training": {"local_batch_size": 8}},
+        is_slow=True,
     ),
     Case(
         bugs.rotary_angles_from_zero,
         CP,
         r"layers\.0\.attention\.rotary is the first module in forward order whose output differs",
         LLAMA3,
+        is_slow=True,
     ),
     Case(
         bugs.positions_for_the_first_stage_alone,
@@ -218,6 +220,7 @@ CASES = [
         "the gradient norm is .*, but every gradient agrees: the tied weight tok_emb.weight is "
         "counted once on each stage that has a copy of it",
         TIED,
+        is_slow=True,
     ),
     Case(
         bugs.norm_misses_strided_shards,
@@ -253,6 +256,7 @@ CASES = [
         {"tensor_parallel_degree": 4, "enable_async_tensor_parallel": True},
         r"layers.0.attention.wq is the first module .* on every rank; .*"
         r"GatherColwise\(dim=0, layers=\('wq', 'wk', 'wv'\)\) as a ring",
+        is_slow=True,
     ),
     Case(
         bugs.ring_leaves_out_a_product,
