@@ -58,14 +58,8 @@ ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-OWN_SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 17}
-OWN_LLAMA = {
-    **OWN_SIZES,
-    "name": "llama3",
-    "n_kv_heads": 2,
-    "multiple_of": 32,
-    "rope_theta": 10000.0,
-}
+SMALL = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 17}
+OWN_LLAMA = {**SMALL, "name": "llama3", "n_kv_heads": 2, "multiple_of": 32, "rope_theta": 10000.0}
 # Mixtral's experts, and DeepSeek-V3's: a bias, a shared expert, and a dense block.
 MIXTRAL = {
     **OWN_LLAMA,
@@ -101,7 +95,7 @@ OWN: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "LlamaConfig",
         {**LLAMA, "intermediate_size": 192, "rms_norm_eps": 1e-5, "rope_parameters": ROPE},
     ),
-    "gpt2": ({**OWN_SIZES, "name": "gpt2", "max_seq_len": 64}, "GPT2Config", GPT2),
+    "gpt2": ({**SMALL, "name": "gpt2", "max_seq_len": 64}, "GPT2Config", GPT2),
     "Mixtral": (
         MIXTRAL,
         "MixtralConfig",

@@ -19,7 +19,6 @@ import titanlite
 from titanlite import cli
 from titanlite.config import JobConfig
 from titanlite.errors import ConfigError
-from titanlite.modules.batch import Batch
 from titanlite.observe.metrics import read_metrics
 from titanlite.ranks import machine
 from titanlite.ranks.launch import Place
@@ -56,14 +55,13 @@ def test_losses_are_those_of_processes(tmp_path: Path, plan: str) -> None:
     assert len(threads.losses) == 4
     assert threads.losses == pytest.approx(processes.losses, rel=1e-13)
     assert threads.grad_norms == pytest.approx(processes.grad_norms, rel=1e-12)
-    # What the ranks allocate is counted for each, so it can be held against what is planned.
     job = JobConfig.from_dict(merged(TINY, {"parallelism": PLANS[plan]}))
     measured = read_metrics(tmp_path / "threads")[-1].memory_bytes
     assert measured == pytest.approx(titanlite.plan(job).peak_bytes, rel=0.01)
 
 
 def test_a_users_own_loss_takes_logits_that_are_sharded(tmp_path: Path) -> None:
-    def summed(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def summed(logits: Any, batch: Any) -> Any:
         return cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
     titanlite.register_loss("summed", summed)
@@ -77,13 +75,12 @@ def test_a_profiler_ends_the_count_of_memory(tmp_path: Path) -> None:
         if event.step == 2 and dist.get_rank() == 1:
             with torch.profiler.profile() as profiler:
                 torch.ones(3).exp()
-            assert any(one.key == "aten::exp" for one in profiler.key_averages())
+            assert "aten::exp" in str(profiler.key_averages())
 
-    of_job = {"job": {"dump_folder": str(tmp_path)}, "parallelism": PLANS["DDP"]}
-    titanlite.train(merged(TINY, THREADS, of_job), on_step=profile)
+    job = {"job": {"dump_folder": str(tmp_path)}, "parallelism": PLANS["DDP"]}
+    titanlite.train(merged(TINY, THREADS, job), on_step=profile)
     first, *_, last = (record.memory_bytes for record in read_metrics(tmp_path))
-    # Then a run has the memory of the process alone, in which there is all of torch.
-    assert first < 50e6 < last
+    assert first < 50e6 < last, "then it is that of the process, with all of torch"
 
 
 def test_a_run_resumes_in_the_other_world(tmp_path: Path) -> None:
