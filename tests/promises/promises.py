@@ -341,7 +341,7 @@ PROMISES = [
     Promise(
         "another seed gives other samples",
         "docs/text.md",
-        "| `debug.seed` | `--seed` | another seed gives other samples |",
+        "another seed gives other samples",
         Break("_for_sampling", ', "debug.seed": asked.seed}', "}"),
         (
             "unit/tools/sample/test_sample.py::test_options_replace_what_the_job_says_about_sampling",
@@ -630,7 +630,7 @@ PROMISES = [
     ),
     Promise(
         "all-reduces in a tree",
-        "docs/plan.md",
+        "docs/plan_trace.md",
         "A collective is a ring (all-reduces also a tree, if that is faster).",
         Break("Cost._latency", "return min(2 * max(ring, 0.0), tree)", "return 2 * max(ring, 0.0)"),
         ("unit/tools/planner/test_plan_timing.py",),
