@@ -62,14 +62,19 @@ def _joined(page: Path) -> str:
     return re.sub(r" *\\\n *", " ", page.read_text(encoding="utf-8"))
 
 
+def write_wrong_plan(folder: Path) -> None:
+    """Write own.toml, and tests/parity/plain_model with an error in its plan, to a folder."""
+    (folder / "own.toml").write_text(OWN)
+    package = shutil.copytree(ROOT / "tests/parity/plain_model", folder / "plain_model")
+    entry = '"layers.*.w2": RowwiseParallel(output_layouts=%s())'
+    plan = (package / "plan.py").read_text().replace("import R", "import Partial, R")
+    (package / "plan.py").write_text(plan.replace(entry % "Replicate", entry % "Partial"))
+
+
 def draw_differs() -> str:
-    """SVG: `titanlite verify` of tests/parity/plain_model, with an error in its plan."""
+    """SVG: what `titanlite verify` says of the wrong plan."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "own.toml").write_text(OWN)
-        package = shutil.copytree(ROOT / "tests/parity/plain_model", Path(folder) / "plain_model")
-        entry = '"layers.*.w2": RowwiseParallel(output_layouts=%s())'
-        plan = (package / "plan.py").read_text().replace("import R", "import Partial, R")
-        (package / "plan.py").write_text(plan.replace(entry % "Replicate", entry % "Partial"))
+        write_wrong_plan(Path(folder))
         command = "titanlite verify own.toml --steps=2"
         printed = "\n".join(in_terminal(command, folder))
     # The time is another on each machine.

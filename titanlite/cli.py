@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -208,10 +208,14 @@ def _run(name: str, rest: Sequence[str]) -> int:
             run = getattr(import_module(module), function)
             if command.has_own_end or not {"-h", "--help"} & set(rest):
                 return int(run(rest))
-            with redirect_stdout(io.StringIO()) as text, suppress(SystemExit):
-                run(rest)
-            print(_with_examples(command, text.getvalue()))
-            return 0
+            with redirect_stdout(io.StringIO()) as text:
+                try:
+                    status = int(run(rest))
+                except SystemExit as end:
+                    status = int(end.code or 0)
+            if not status:
+                print(_with_examples(command, text.getvalue()))
+            return status
     except KeyboardInterrupt as stop:
         return interrupt_status(stop)
     except TitanliteError as error:

@@ -292,13 +292,11 @@ class TestCommand:
             (tmp_path / f"{name}.py").write_text(load_exercise(name).solution_text)
         (tmp_path / "shift.py").unlink()
         (tmp_path / "prefix_sum.py").write_text("raise SystemExit(3)")
-        grades = tmp_path / "grades.json"
-        assert main(["exercise", "all", str(tmp_path), "--json", str(grades)]) == 1
-        rows = json.loads(grades.read_text())
+        assert main(["exercise", "all", str(tmp_path), f"--json={tmp_path}/points.json"]) == 1
+        rows = json.loads((tmp_path / "points.json").read_text())
         assert [row["name"] for row in rows] == list(EXERCISES)
         assert sum(row["points"] for row in rows) == 52
-        wrong = {row["name"] for row in rows if not row["passed"]}
-        assert wrong == {"shift", "prefix_sum"}
+        assert {each["name"] for each in rows if not each["passed"]} == {"shift", "prefix_sum"}
         assert "prefix_sum.py:1: SystemExit: 3" in capsys.readouterr().out
 
     @pytest.mark.parametrize(

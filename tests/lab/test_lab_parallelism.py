@@ -5,10 +5,15 @@ Differences are in float64, relative to the largest magnitude of a tensor: an er
 element near zero would be meaningless.
 """
 
+import os
+import socket
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from titanlite.errors import RankError
+from titanlite.ranks.launch import spawn as spawn_ranks
 from titanlite.tools.lab import (
     Mesh,
     data_parallelism_main,
@@ -19,6 +24,7 @@ from titanlite.tools.lab import (
     pipeline_parallelism_main,
     single_process_main,
     spawn,
+    summarize_tensor,
     three_d_parallelism_main,
     zero_parallelism_main,
 )
@@ -116,3 +122,26 @@ def test_what_does_not_divide_is_said(cluster_of_4, data):
         spawn(three_d_parallelism_main, cluster_of_4, data, LAYERS, 1)
     with pytest.raises(ValueError, match="7 does not divide into 2 equal parts"):
         int_divide(7, 2)
+
+
+# `setup`, `cleanup` and `summarize_tensor` are names of the lecture, whose code runs with them.
+def test_a_main_function_opens_its_own_world_where_there_is_none(data):
+    """As under torchrun, without a cluster: setup opens a process group and cleanup closes it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+
+    def main(place, data):
+        os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        os.environ |= {"LOCAL_RANK": str(place.rank), "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
+        record = data_parallelism_main(place.rank, 2, data, 2, 2)
+        return record.params, dist.is_initialized()
+
+    expected = single_process_main(data, 2, 2).params
+    for params, is_open in spawn_ranks(main, 2, data, timeout_seconds=60):
+        assert not is_open
+        assert_same(params[1], expected[1])
+
+
+def test_a_tensor_in_one_line():
+    assert summarize_tensor(torch.arange(6.0).view(2, 3)) == "2x3[0, 1, 2...]"

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from test_stop import free_port
 
 import titanlite
 import train
@@ -584,15 +584,13 @@ def test_a_world_without_an_agent(tmp_path, is_killed):
         comm__train_timeout_seconds=5,
         parallelism__data_parallel_shard_degree=2,
     )
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    world["MASTER_PORT"] = str(free_port())
     processes = [
         subprocess.Popen(
             words,
             cwd=ROOT,
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port), **world),
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **world),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

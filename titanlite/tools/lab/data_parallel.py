@@ -22,6 +22,7 @@ from titanlite.tools.lab.lecture import (
     get_device,
     get_layers,
     int_divide,
+    setup,
     train,
 )
 
@@ -43,6 +44,7 @@ def data_parallelism_main(
     mean of the ranks' gradients is the gradient of the global mean only if all parts have the same
     size. Raises ValueError if the batch does not divide evenly.
     """
+    setup(rank, world_size)
     communicator = communicator or TorchCommunicator()
     local_batch_size = int_divide(data.size(0), world_size)
     data = data.split(local_batch_size)[rank].to(get_device(rank))

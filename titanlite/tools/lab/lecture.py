@@ -1,4 +1,4 @@
-"""Shared code of the parallelisms built by hand: the model and its initialization.
+"""Shared code of the parallelisms built by hand: the model, its initialization, and setup.
 
 Function names follow "Parallelism 2", lecture 8 of Stanford's CS336. The model is a chain of square
 layers, x <- gelu(x W), and the loss is the mean square of the output. Initial weights depend only
@@ -21,10 +21,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from titanlite.ranks.launch import Place, torchrun_place
+from titanlite.ranks.world import open_world
 from titanlite.tools.lab.cluster import VirtualCluster
 from titanlite.tools.lab.device import VirtualDevice
+from titanlite.tools.lab.mesh import Mesh
 
 LEARNING_RATE = 1e-3
+RENDEZVOUS = "tcp://127.0.0.1:15623"
+
+# `cleanup` closes only a process group that `setup` opened.
+_opened = contextlib.ExitStack()
 
 
 @dataclass
@@ -67,19 +74,39 @@ class TrainingRecord:
 
 
 def spawn(
-    main: Callable[..., Any], cluster: VirtualCluster, *args: Any, **options: Any
+    main: Callable[..., Any], world: int | VirtualCluster, *args: Any, **options: Any
 ) -> list[Any]:
-    """Call `main(rank, world_size, *args, **options)` on every rank of the cluster, as its run."""
+    """Call `main(rank, world_size, *args, **options)` on every rank; return the results by rank.
+
+    `world` is the number of ranks, or a VirtualCluster. Raises like VirtualCluster.run.
+    """
+    if isinstance(world, int):
+        with VirtualCluster(Mesh(rank=world)) as cluster:
+            return spawn(main, cluster, *args, **options)
 
     def on_device(device: VirtualDevice, *args: Any) -> Any:
         return main(device.rank, device.mesh.size, *args, **options)
 
-    return cluster.run(on_device, *args)
+    return world.run(on_device, *args)
+
+
+def setup(rank: int, world_size: int) -> None:
+    """Join the process group: one that is already open, torchrun's, or a local one."""
+    if not dist.is_initialized():
+        place = torchrun_place() or Place(rank, world_size, rank, world_size, RENDEZVOUS)
+        has_gpus = torch.cuda.device_count() >= place.local_world_size
+        _opened.enter_context(open_world(place, "cuda" if has_gpus else "cpu"))
+    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+        raise ValueError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, "
+            f"not rank {rank} of {world_size}"
+        )
 
 
 def cleanup() -> None:
-    """Wait until all ranks are done."""
+    """Leave the process group, if `setup` opened it."""
     dist.barrier()
+    _opened.close()
 
 
 def get_device(rank: int) -> torch.device:
@@ -117,6 +144,13 @@ def get_init_params(
     full = torch.randn(num_inputs, num_columns, generator=generator, dtype=torch.float64)
     columns = full[:, shard * num_outputs : (shard + 1) * num_outputs] / math.sqrt(num_columns)
     return nn.Parameter(columns.to(get_device(rank), dtype).contiguous())
+
+
+def summarize_tensor(tensor: torch.Tensor) -> str:
+    """The shape and first values of a tensor, such as "2x3[0.10, -0.52, 1.30...]"."""
+    first = ", ".join(f"{value:.4g}" for value in tensor.detach().flatten()[:3].tolist())
+    more = "..." if tensor.numel() > 3 else ""
+    return "x".join(map(str, tensor.shape)) + f"[{first}{more}]"
 
 
 def get_layers(

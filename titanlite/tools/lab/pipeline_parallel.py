@@ -21,6 +21,7 @@ from titanlite.tools.lab.lecture import (
     get_device,
     get_layers,
     int_divide,
+    setup,
     train,
 )
 
@@ -47,6 +48,7 @@ def pipeline_parallelism_main(
     record has losses. Raises ValueError if layers or batch do not divide evenly, KeyError for a
     schedule other than "gpipe" and "1f1b".
     """
+    setup(rank, world_size)
     communicator = communicator or TorchCommunicator()
     data = data.to(get_device(rank))
     local_num_layers = int_divide(num_layers, world_size)

@@ -15,7 +15,14 @@ import torch.nn.functional as F
 from torch.profiler import record_function
 
 from titanlite.tools.lab.communicator import Communicator, TorchCommunicator
-from titanlite.tools.lab.lecture import TrainingRecord, cleanup, get_device, get_layers, train
+from titanlite.tools.lab.lecture import (
+    TrainingRecord,
+    cleanup,
+    get_device,
+    get_layers,
+    setup,
+    train,
+)
 
 
 def tensor_parallelism_main(
@@ -34,6 +41,7 @@ def tensor_parallelism_main(
     gradient. With `overlap`, each all-reduce overlaps the weight gradient of the same layer. Raises
     ValueError if num_dim does not divide evenly.
     """
+    setup(rank, world_size)
     communicator = communicator or TorchCommunicator()
     data = data.to(get_device(rank))
     params = get_layers(data, range(num_layers), rank, shard=rank, num_shards=world_size)

@@ -19,6 +19,7 @@ from titanlite.tools.lab.lecture import (
     get_device,
     get_layers,
     int_divide,
+    setup,
     train,
 )
 from titanlite.tools.lab.mesh import Mesh
@@ -48,6 +49,7 @@ def three_d_parallelism_main(
     mesh = mesh or Mesh(pp=2, dp=2, tp=2)
     if mesh.size != world_size:
         raise ValueError(f"{mesh} has {mesh.size} devices, but there are {world_size} ranks")
+    setup(rank, world_size)
     here = mesh.index(rank)
     groups = open_groups(mesh, rank)
     local_batch_size = int_divide(data.size(0), mesh.sizes["dp"])

@@ -20,6 +20,7 @@ from titanlite.tools.lab.lecture import (
     get_device,
     get_layers,
     int_divide,
+    setup,
     train,
 )
 
@@ -44,6 +45,7 @@ def zero_parallelism_main(
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"stage: {stage} is not a ZeRO stage; use 1, 2 or 3")
+    setup(rank, world_size)
     communicator = communicator or TorchCommunicator()
     local_batch_size = int_divide(data.size(0), world_size)
     num_global = data.numel()

@@ -127,9 +127,9 @@ def verdict(found: Result) -> str:
         if math.isinf(found.margin):
             return f"AGREES: every number is equal ({seconds})"
         return (
-            f"AGREES: max difference {_figure(found.differences[step][key])}, tolerance "
-            f"{found.tolerance.of(step, key):.1e}, in {describe_key(key)} at step {step} "
-            f"({seconds})".replace(".0e", "e")
+            f"AGREES: max difference {found.differences[step][key]:.2g}, tolerance "
+            f"{found.tolerance.of(step, key):.2g}, in {describe_key(key)} at step {step} "
+            f"({seconds})"
         )
     if found.problems and not found.failures:
         return f"DIFFERS: {found.problems[0]} ({seconds})"
