@@ -107,6 +107,11 @@ def check_start(
     with collecting(reading.problems):
         device_type = _choose_device(config, num_local_ranks, place, are_threads=threads)
         check_machine(config, device_type)
+    if trains and threads and config.profiling.enable_profiling:
+        reading.problems.append(
+            "profiling.enable_profiling: torch's profiler runs on one thread at a time, and these "
+            "ranks are threads; give false, or run them as processes"
+        )
     are_all_here = place is None or place.local_world_size == place.world_size
     needs_memory = trains and are_all_here and device_type == "cpu"
     # With CPU offload, a GPU's parameters, gradients and optimizer state are in this memory, too.

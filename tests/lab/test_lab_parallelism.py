@@ -124,11 +124,9 @@ def test_what_does_not_divide_is_said(cluster_of_4, data):
         int_divide(7, 2)
 
 
-# `setup`, `cleanup` and `summarize_tensor` are names of the lecture, whose code runs with them.
 def test_a_main_function_opens_its_own_world_where_there_is_none(data):
-    """As under torchrun, without a cluster: setup opens a process group and cleanup closes it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    """As in the lecture's code, under torchrun: setup opens a process group, cleanup closes it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
 
     def main(place, data):

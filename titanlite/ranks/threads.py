@@ -170,6 +170,7 @@ class ThreadWorld:
         self._patches, self._num_patched = contextlib.ExitStack(), 0
         self._before, self._states = State(), dict[int, State]()
         self._allocations = dict[int, Allocations]()
+        self._profiled: int | None = None
 
     def run(self, function: Callable[..., Any], arguments: bytes) -> list[Any]:
         """`function(place, *arguments)` on every rank, each with arguments of its own."""
@@ -219,6 +220,16 @@ class ThreadWorld:
         own.stop()
         own.start()
         return own.peak_bytes
+
+    def note_profiler(self, *, starts: bool) -> None:
+        """This rank starts or ends torch's profiler, which crashes on two threads at a time."""
+        if starts and self._profiled not in (None, current_rank()):
+            raise TitanliteError(
+                f"torch's profiler runs on rank {self._profiled}, and on one thread at a time; "
+                "start it on one rank, or run the ranks as processes"
+            )
+        self._profiled = current_rank() if starts else None
+        self._stop_counting()
 
     def _stop_counting(self) -> None:
         own = self._allocations.pop(current_rank(), None)
@@ -367,7 +378,7 @@ def _threaded_groups() -> Iterator[None]:
             patch.object(c10d, "_new_process_group_helper", threaded),
             patch.object(c10d, "split_group", _split_group),
             patch.object(dist, "split_group", _split_group),
-            _profilers_first(),
+            _noted_profilers(),
         ):
             yield
     finally:
@@ -375,21 +386,22 @@ def _threaded_groups() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _profilers_first() -> Iterator[None]:
-    """Inside, a rank whose memory is counted may still start torch's profiler, which ends that."""
+def _noted_profilers() -> Iterator[None]:
+    """Inside, the world knows of the profilers that ranks start and end."""
     profiler: Any = torch.autograd.profiler
 
-    def first(start: Callable[..., Any]) -> Callable[..., Any]:
-        def starting(*args: Any, **kwargs: Any) -> Any:
+    def noted(function: Callable[..., Any], starts: bool) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if _world is not None and is_rank():
-                _world._stop_counting()
-            return start(*args, **kwargs)
+                _world.note_profiler(starts=starts)
+            return function(*args, **kwargs)
 
-        return starting
+        return call
 
     with contextlib.ExitStack() as exits:
-        for name in ("_prepare_profiler", "_enable_profiler"):
-            exits.enter_context(patch.object(profiler, name, first(getattr(profiler, name))))
+        for name in ("_prepare_profiler", "_enable_profiler", "_disable_profiler"):
+            wrapped = noted(getattr(profiler, name), name != "_disable_profiler")
+            exits.enter_context(patch.object(profiler, name, wrapped))
         yield
 
 
