@@ -10,14 +10,9 @@ ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "titanlite/tools"
 
 # In lines. A larger limit is a change of its own, which says why. The library's was 70,000. It has
-# grown by the world of threads (ranks/turns.py, thread_group.py, threads.py), with the debugger and
-# the record of a step's messages that it makes possible, and by what verify sees of code of other
-# people: code between modules (events.py), needless traffic (watching.py, economy.py), tolerances
-# from measured rounding (sensitivity.py, perturbation.py), the first line whose result is wrong
-# (program/values.py, lines.py), what a wrong update does (program/weights.py), and by jobs of
-# TorchTitan (tools/torchtitan), by the memory of each rank that is a thread (ranks/allocations.py),
-# the schema of a job for editors (config/json_schema.py), and points of exercises.
-CORE, LIBRARY, TESTS = 34_000, 76_460, 45_000
+# grown by the world of threads (ranks/), by what verify sees of other people's code, by jobs of
+# TorchTitan (tools/torchtitan), a schema for editors, and points of exercises.
+CORE, LIBRARY, TESTS = 34_000, 76_480, 45_000
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.
 TOKENS_OF_A_LINE = 8.5
 
