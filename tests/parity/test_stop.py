@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from test_train_script import (
     assert_all_gone,
     command,
     environment,
+    free_port,
     losses,
     metrics,
     needs_proc,
@@ -116,12 +116,6 @@ def agents(folder: Path, port: int, **changes: object) -> list[list[str]]:
         "--local-addr=localhost",
     )
     return [command(folder, *launcher, **{**SAVING, **changes}) for _ in range(2)]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
 
 
 @needs_proc

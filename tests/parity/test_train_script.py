@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from test_stop import free_port
 
 import titanlite
 import train
@@ -61,6 +61,11 @@ def command(folder: Path, *launcher: str, **changes: object) -> list[str]:
 def status_of(folder: Path, **changes: object) -> int:
     """The exit status of that command in this process."""
     return train.main(command(folder, **changes)[2:], train.tools())
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as found:
+        return int(found.getsockname()[1])
 
 
 def environment(**extra: str) -> dict[str, str]:
