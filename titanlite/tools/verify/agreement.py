@@ -42,6 +42,13 @@ def agreement(own: Tensor, expected: Tensor, whole: Tensor) -> Agreement:
     return Agreement(error, scale, *sums, digest, distance)
 
 
+def narrowed(own: Tensor, part: Tensor) -> Tensor:
+    """What is left of a tensor without its padding, the elements beyond the shape of `part`."""
+    if own.ndim != part.ndim or own.shape == part.shape:
+        return own
+    return own[tuple(slice(size) for size in part.shape)]
+
+
 def dense(tensor: Tensor) -> Tensor:
     """The tensor with all its zeros; a sparse layout has neither bytes nor views."""
     return tensor.to_dense() if tensor.is_sparse else tensor

@@ -11,7 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from titanlite.tools.verify.evidence import EXPLAINED, Evidence, JobEvidence, holder_of, pooled
-from titanlite.tools.verify.record import CodeRun, ModuleOutput, around, is_input, module_of
+from titanlite.tools.verify.record import (
+    CodeRun,
+    ModuleOutput,
+    around,
+    called_by,
+    is_input,
+    module_of,
+)
 from titanlite.tools.verify.wording import agree, is_near, listed, name_ranks, times
 
 
@@ -32,6 +39,12 @@ def first_difference(e: Evidence) -> Iterator[str]:
     ]
     first = next((event for event in order if event not in moved), order[0])
     outputs = wrong[first]
+    # Indices have no rows that could be found: what is looked up with them shows their order.
+    in_order = {e for e in order if not all(o.is_moved for o in wrong[e].values())}
+    in_order -= {e for e in in_order if is_input(e) and called_by(e) in wrong.keys() - in_order}
+    if not in_order:
+        yield _moved_to_the_end(e, order, outputs)
+        return
     start, is_between = _start(e, first, outputs)
     parts = [start]
     # A line without a counterpart is named by what it is between.
@@ -56,6 +69,19 @@ def first_difference(e: Evidence) -> Iterator[str]:
     if not is_input(first) and not line and not details:
         parts += _own_part_alone(e, module_of(first), list(outputs))
     yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
+
+
+def _moved_to_the_end(e: Evidence, order: Sequence[str], outputs: Collection[int]) -> str:
+    """Tokens in an order that may be meant, of which nothing else is wrong."""
+    first, last = order[0], order[-1]
+    where = name_ranks(outputs, e.runs, e.ranks_with(lambda t: first in t.events))
+    return (
+        f"from {describe_event(first)} to {describe_event(last)} everything is right, {where}, but "
+        "has the rows or columns of one process in another order. If that order is intended, what "
+        f"reads {describe_event(last)} takes them for those of one process: put them back in order "
+        "there, or give the targets the same order. If not, the error is in the code before "
+        f"{describe_event(first)}{e.lines_before(first, list(outputs))}"
+    )
 
 
 def _start(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> tuple[str, bool]:
@@ -392,10 +418,18 @@ def explain_backward(e: Evidence) -> Iterator[str]:
             place += f"All-reduce it over {partial[last]} in that backward pass"
     elif from_partial:
         axis = partial[from_partial[0]]
-        place = (
-            f"The gradient of {shown} is correct after a sum over {axis}: it is still Partial over "
-            f"{axis}. All-reduce it over {axis} between the two, in the backward pass"
-        )
+        # From there on the gradients are Partial.
+        first = next(event for event in reversed(wrong) if partial.get(event) == axis)
+        if first in from_partial:
+            place = f"The gradient of {shown} is correct after a sum over {axis}: it is still "
+            place += f"Partial over {axis}. All-reduce it over {axis} between the two, in the "
+        else:
+            place = f"The gradients from that of {describe_event(first)} back to that of {shown} "
+            place += f"are correct after a sum over {axis}: they are still Partial over {axis}. "
+            place += (
+                f"All-reduce the first of them, of {describe_event(first)}, over {axis} in the "
+            )
+        place += "backward pass"
     elif last in partial:
         before = listed([describe_event(source) for source in e.flow.get(last, ())], 3)
         place = f"It is correct after a sum over {partial[last]}: it is still Partial over "
@@ -416,6 +450,11 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         same = e.factor(factor)
         how = f"It is {factor:.6g} times as large as on one process"
         how += f" ({factor:.6g} is {same})" if same else ""
+    if all(t.events[last].gradient_is_moved for t in e.traces if t.rank in found):
+        how = (
+            "It has the gradients of other rows of one process: those of another rank, or its own "
+        )
+        how += "in another order"
     lines = e.lines_before(last, list(found), is_backward=True)
     yield ". ".join(filter(None, [start, place, how, f"The code there{lines}" if lines else ""]))
 

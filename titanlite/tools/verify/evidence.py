@@ -27,6 +27,9 @@ EXPLAINED = 1e-6
 # The largest difference of a gradient, or of a recomputed output, that agrees, in float64.
 WRONG = 1e-9
 MOST_LINES = 4
+PADDING = (
+    "rows or columns of padding beyond those of one process: mask them, or cut them off before"
+)
 
 
 @dataclass
@@ -113,6 +116,15 @@ class Evidence:
         found = self.wrong_line
         if found is None:
             return ""
+        parts = [self._wrong_line(found)]
+        for name, own, known in found.numbers:
+            parts.append(f"It computes {name} {own:.6g}, on one process {known:.6g}")
+        if found.never_here:
+            lines = listed(found.never_here[-MOST_LINES:])
+            parts.append(f"On one process it reads the result of {lines}, which does not run here")
+        return ". ".join(parts)
+
+    def _wrong_line(self, found: WrongLine) -> str:
         start = f"the first line with another result than on one process is {found.line}"
         if found.only_here:
             shown = listed(found.only_here[-MOST_LINES:])
@@ -122,21 +134,22 @@ class Evidence:
             if found.mixed is not None and "mean" in found.way + found.mixed[1]:
                 other = f"the result of {found.mixed[0]}" * (found.mixed[0] != found.line)
                 return (
-                    f"{start}. It reads two values that need different reductions over "
-                    f"{found.axis}: a {found.way} makes {what or 'a value of this line'} right, a "
-                    f"{found.mixed[1]} makes {other or 'a value of this line'} right. Reduce them "
-                    "before, or scale one of them by the degree"
+                    f"{start}. It reads two values that need different reductions: {found.way} "
+                    f"makes {what or 'a value of this line'} right, {found.mixed[1]} makes "
+                    f"{other or 'a value of this line'} right. Reduce them before, or scale one of "
+                    "them"
                 )
             return (
                 f"{start}. It reads {what or 'a value of the same line'}, which each rank computes "
-                f"from its own part: only the {found.way} over {found.axis} is right. Reduce it "
-                f"over {found.axis} before it is used"
+                f"from its own part: only {found.way} is right. Reduce it before it is used"
             )
         if found.is_moved:
             return (
                 f"{start}: it has rows or columns of one process, but others than those that this "
                 "rank's tokens have there, or in another order"
             )
+        if found.is_of_padded:
+            return f"{start}. What it reads agrees, but has {PADDING}"
         if found.is_of_part:
             return (
                 f"{start}. What it reads agrees, but is only this rank's part: if the line needs "

@@ -221,7 +221,7 @@ def name_call(module: str, number: int) -> str:
 
 def module_of(call: str) -> str:
     """The module of a name made by `name_call` or `name_input`."""
-    return call.partition(" <- ")[0].partition(" (call ")[0]
+    return called_by(call).partition(" (call ")[0]
 
 
 def name_input(call: str, argument: str) -> str:
@@ -232,6 +232,11 @@ def name_input(call: str, argument: str) -> str:
 def is_input(event: str) -> bool:
     """Whether a name is made by `name_input`."""
     return " <- " in event
+
+
+def called_by(event: str) -> str:
+    """The name of the output of the call that a name made by `name_input` belongs to."""
+    return event.partition(" <- ")[0]
 
 
 def first_call(event: str) -> str:
@@ -263,6 +268,8 @@ class ModuleOutput:
     """Whether it is correct up to where the rank's positions jump, and only then wrong."""
     gradient: Agreement | None = None
     """The gradient of the output compared with the reference's, if both are known."""
+    gradient_is_moved: bool = False
+    """Whether that has rows of the reference's, but not those that it should have."""
     recomputed: float = 0.0
     """The difference of the recomputed output from that of the forward pass."""
     is_moved: bool = False
@@ -275,6 +282,8 @@ class ModuleOutput:
     """A tensor that it is computed from, and how often too much it is in it, if nothing else is
     wrong.
     """
+    is_padded: bool = False
+    """Whether it has more than its part of the reference's, of other code: padding."""
     is_part: bool = False
     """Whether it is compared with a part of the reference's, of other code."""
     biases: float | None = None
@@ -432,15 +441,21 @@ class WrongLine:
     is_moved: bool = False
     """Whether the result has the rows or columns of one process in another order."""
     source: str = ""
-    """The line whose result it reads, if that is this rank's share: right after a sum or a mean."""
+    """The line whose result it reads, if that is this rank's share: right after a reduction."""
     way: str = ""
-    axis: str = ""
+    """Which, such as "the sum over tp"."""
     mixed: tuple[str, str] | None = None
     """Another line whose result it reads, and the other reduction that makes that right."""
     is_of_part: bool = False
     """Whether it mixes elements of a value that is right, of which this rank has only a part."""
+    is_of_padded: bool = False
+    """Whether it mixes elements of a value that is right, but has padding on this rank."""
     only_here: tuple[str, ...] = ()
     """The lines that compute what it reads and that one process does not run."""
+    never_here: tuple[str, ...] = ()
+    """The lines that compute what one process reads there and that this rank does not run."""
+    numbers: tuple[tuple[str, float, float], ...] = ()
+    """Numbers that its operator is given: which, the rank's, and another of one process."""
 
 
 @dataclass

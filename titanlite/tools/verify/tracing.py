@@ -12,6 +12,7 @@ fit        is a gradient a sum of those of parts of the batch, with wrong coeffi
 from __future__ import annotations
 
 import abc
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import agreement
+from titanlite.tools.verify.agreement import agreement, narrowed
 from titanlite.tools.verify.events import Events
 from titanlite.tools.verify.record import (
     Agreement,
@@ -78,6 +79,10 @@ class Tracer(abc.ABC):
     @abc.abstractmethod
     def tolerance_of(self, tensor: Tensor) -> float:
         """The largest difference of a tensor that agrees."""
+
+    def has_rows_of(self, own: Tensor, whole: Tensor, share: tuple[int, int]) -> bool:
+        """Whether a tensor has rows of the reference's, in any order; False if not looked for."""
+        return False
 
     @abc.abstractmethod
     def weights(self) -> Mapping[str, Tensor]:
@@ -170,6 +175,12 @@ class Tracer(abc.ABC):
             worst = max(scaled, key=lambda one: one.difference)
             is_wrong = not worst.difference <= self.tolerance_of(pairs[0][0])
             found[event].gradient = worst if is_wrong else worst._replace(error=0.0)
+            found[event].gradient_is_moved = is_wrong and all(
+                self.has_rows_of(own / factor, whole, (index, len(pairs)))
+                for index, ((own, _), whole, factor) in enumerate(
+                    zip(pairs, itertools.cycle(known["output_gradients"][event]), factors)
+                )
+            )
             wrong[event] = is_wrong
         for event, one in found.items():
             if event in self.reference.with_gradient and module_of(event) not in kept.again:
@@ -199,9 +210,9 @@ class Tracer(abc.ABC):
         if len(known) != len(own) or len(own) != len(chosen):
             return []
         return [
-            (one, part)
+            (real, part)
             for one, whole, select in zip(own, known, chosen, strict=True)
-            if (part := select(whole)).shape == one.shape
+            if (real := narrowed(one, part := select(whole))).shape == part.shape
         ]
 
     def _sum_first(
@@ -231,6 +242,7 @@ class Tracer(abc.ABC):
 
         def compare(total: Tensor, axis: str = "") -> Agreement:
             part = self.chosen[first][0](known["outputs"][first][0])
+            total = narrowed(total, part)
             has_rows = total.ndim > 1 and total[..., 0].numel() > 1 and total.is_floating_point()
             if has_rows and total.shape == part.shape:
                 # The bias may be added after the sum: then the same row is missing everywhere.

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import agreement, dense
+from titanlite.tools.verify.agreement import agreement, dense, narrowed
 from titanlite.tools.verify.program.batches import Where
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Agreement, module_of
@@ -78,13 +78,14 @@ class CodeTracer(Tracer):
             self.sizes.setdefault(len(calls), sizes)
         chosen: list[Select] = []
         found: list[Agreement] = []
-        is_moved, elsewhere = False, ""
+        is_moved, elsewhere, is_padded = False, "", False
         for index, call in enumerate(calls):
             whole = known[index] if len(known) == len(calls) else known[0]
             share = (index, len(calls)) if len(known) == 1 else (0, 1)
             best: tuple[Agreement, Select] | None = None
             for select in self.ways(call, whole, share):
-                one = agreement(call, select(whole), whole)
+                part = select(whole)
+                one = agreement(narrowed(call, part), part, whole)
                 if best is None or one.error < best[0].error:
                     best = one, select
                 if one.difference <= self.tolerance:
@@ -101,11 +102,12 @@ class CodeTracer(Tracer):
                 return None
             found.append(best[0])
             chosen.append(best[1])
+            is_padded = is_padded or best[1](whole).numel() < call.numel()
         wrong = [
             i for i, one in enumerate(found) if is_moved or not one.difference <= self.tolerance
         ]
         output = in_all(found, wrong)
-        output.is_moved, output.elsewhere = is_moved, elsewhere
+        output.is_moved, output.elsewhere, output.is_padded = is_moved, elsewhere, is_padded
         number = len(calls) if len(known) == 1 else 1
         output.is_part = calls[0].numel() * number < known[0].numel()
         return output, chosen
@@ -113,7 +115,11 @@ class CodeTracer(Tracer):
     def ways(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Iterator[Select]:
         """The parts of `whole` that have the shape of `call`, a microbatch (index, count)."""
         if call.ndim == whole.ndim:
-            per_dim = [list(self._ways_of_dim(call, whole, dim, share)) for dim in range(call.ndim)]
+            per_dim = [
+                list(self._ways_of_dim(call, whole, dim, share))
+                or list(self._padded(call, whole, dim, share))
+                for dim in range(call.ndim)
+            ]
             for cuts in itertools.islice(itertools.product(*per_dim), MOST_WAYS):
                 yield functools.partial(_cut, cuts)
         yield from self._known_layout(call, whole)
@@ -188,12 +194,16 @@ class CodeTracer(Tracer):
                 ).T.reshape(call.shape)
         return None
 
+    def has_rows_of(self, own: Tensor, whole: Tensor, share: tuple[int, int]) -> bool:
+        """Whether a tensor has rows, or columns, of the reference's, in any order."""
+        return self._match(own, whole, share, may_pad=False, keeps=False) is not None
+
     def finds_moved(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> bool | None:
         """Whether a tensor has rows or columns of the reference's in another order.
 
         None for consecutive rows of it, which code that chooses rows may give.
         """
-        if self._match(call, whole, share, may_pad=False, keeps=False) is None:
+        if not self.has_rows_of(call, whole, share):
             return False
         own, known = call.flatten(0, -2), whole.flatten(0, -2)
         if own.size(1) != known.size(1) or len(own) >= len(known):
@@ -209,6 +219,27 @@ class CodeTracer(Tracer):
     ) -> Iterator[tuple[Tensor | None, int, int]]:
         """Selections of one dimension: the numbers to take first, then a chunk (index, count)."""
         own, size = call.size(dim), whole.size(dim)
+        for base in self._bases(own, size, share):
+            left = size if base is None else len(base)
+            if left == own:
+                yield base, 0, 1
+            elif own and left % own == 0:
+                for index in self._indices(left // own):
+                    yield base, index, left // own
+
+    def _padded(
+        self, call: Tensor, whole: Tensor, dim: int, share: tuple[int, int]
+    ) -> Iterator[tuple[Tensor | None, int, int]]:
+        """Chunks of one dimension that was padded to be cut, without the padding."""
+        own, size = call.size(dim), whole.size(dim)
+        for base in self._bases(own, size, share) if own else ():
+            numbers = torch.arange(size) if base is None else base
+            count = math.ceil(len(numbers) / own)
+            for index in self._indices(count):
+                yield numbers[index * own :][:own], 0, 1
+
+    def _bases(self, own: int, size: int, share: tuple[int, int]) -> list[Tensor | None]:
+        """What a dimension's numbers may be before it is cut; None for all of them."""
         bases: list[Tensor | None] = [None] if own == size else []
         if self.where is not None:
             rows = self._rows(share)
@@ -225,14 +256,7 @@ class CodeTracer(Tracer):
                 copies = torch.arange(times)
                 bases.append((copies[:, None] * self.where.num_rows + rows[None]).flatten())
                 bases.append((rows[:, None] * times + copies[None]).flatten())
-        bases += [None] if own != size else []
-        for base in bases:
-            left = size if base is None else len(base)
-            if left == own:
-                yield base, 0, 1
-            elif own and left % own == 0:
-                for index in self._indices(left // own):
-                    yield base, index, left // own
+        return bases + [None] * (own != size)
 
     def _rows(self, share: tuple[int, int]) -> Tensor:
         assert self.where is not None

@@ -12,9 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.tools.verify.dataflow import explain_backward, explain_missing, outputs_agree
+from titanlite.tools.verify.dataflow import (
+    describe_event,
+    explain_backward,
+    explain_missing,
+    outputs_agree,
+)
 from titanlite.tools.verify.diagnose import diagnose
-from titanlite.tools.verify.evidence import EXPLAINED, Evidence, pooled
+from titanlite.tools.verify.evidence import EXPLAINED, PADDING, Evidence, pooled
 from titanlite.tools.verify.gradients import explain_gradients, missing_sums
 from titanlite.tools.verify.inputs import explain_shards, explain_start
 from titanlite.tools.verify.passes import explain_forward, explain_loss, explain_recomputation
@@ -80,10 +85,13 @@ class PartEvidence(Evidence):
         placed = {name: axes for run in self.runs for name, axes in run.placements.items()}
         if not wrong or wrong == placed.keys():
             return self.dims
+        # Along an axis of pipeline stages a parameter has no placement, but a number of copies.
+        copies = Counter(name for run in self.runs for name in run.placements)
         degrees = dict.fromkeys(self.dims.degrees, 1)
         for axis, degree in self.dims.degrees.items():
-            ways = {placed[name].get(axis) for name in wrong & placed.keys()}
-            others = {axes.get(axis) for name, axes in placed.items() if name not in wrong}
+            way = {name: axes.get(axis, copies[name]) for name, axes in placed.items()}
+            ways = {way[name] for name in wrong & placed.keys()}
+            others = {own for name, own in way.items() if name not in wrong}
             if len(ways) == 1 and not ways & others:
                 degrees[axis] = degree
         return Grid(**degrees)
@@ -358,6 +366,9 @@ def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
     """The loss, if all that the model returns agrees."""
     if outputs_agree(e) or not any(trace.events for trace in e.traces):
         line = e.first_wrong_line()
+        last = e.forward_order[-1:] or ("",)
+        if not line and any(last[0] in t.events and t.events[last[0]].is_padded for t in e.traces):
+            line = f"{describe_event(last[0])}, which it reads, has {PADDING}"
         for sentence in explain_loss(e):
             yield f"{sentence}. {line[:1].upper()}{line[1:]}" if line else sentence
 

@@ -16,15 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.tools.verify.agreement import agreement
+from titanlite.tools.verify.agreement import agreement, narrowed
 from titanlite.tools.verify.evidence import EXPLAINED
 from titanlite.tools.verify.program.code_trace import CodeTracer
-from titanlite.tools.verify.program.values import Place, Values, values_file
+from titanlite.tools.verify.program.values import Place, Values, load_values
 from titanlite.tools.verify.record import WrongLine
 from titanlite.tools.verify.tracing import gathered, sum_over_axes
 
 # No more values are reduced.
 MOST_REDUCED = 48
+
+# Also with padding.
+RIGHT = ("right", "padded")
+# Arguments that need no name.
+UNNAMED = ("self", "other", "value", "exponent")
 
 Pair = tuple[Tensor, Tensor, tuple[int, int]]
 """A value, that of one process, and which of how many microbatches it is of."""
@@ -36,30 +41,32 @@ def first_wrong_line(
     """The first value that is wrong on some rank, compared with those that the reference has saved
     in `folder`; every rank of the world must call this.
     """
-    pairs = _pairs(values, folder, num_microbatches)
+    known = load_values(folder)
+    pairs = _pairs(values, known, num_microbatches)
     states = {
         values.places[number]: state
         for number, pair in pairs.items()
         if (state := _state(tracer, *pair)) is not None
     }
     wrong: dict[Place, None] = {}
-    for of_rank in gathered([place for place, state in states.items() if state != "right"]):
+    for of_rank in gathered(
+        [place for place, state in states.items() if state not in ("right", "padded")]
+    ):
         wrong |= dict.fromkeys(of_rank)
     some = list(wrong)[:MOST_REDUCED]
-    found = {values.places[number]: pair[:2] for number, pair in pairs.items()}
+    found = {values.places[number]: pair for number, pair in pairs.items()}
     shares = _shares(tracer, {place: found[place] for place in some if place in found}, some)
     parts = {
         n for n, (own, whole, share) in pairs.items() if own.numel() * share[1] < whole.numel()
     }
-    return _Search(values, states, wrong, shares, parts).first()
+    return _Search(values, known, states, wrong, shares, parts).first()
 
 
-def _pairs(values: Values, folder: str, num_microbatches: int) -> dict[int, Pair]:
+def _pairs(values: Values, known: Values, num_microbatches: int) -> dict[int, Pair]:
     """The values that have a counterpart, by number."""
-    known = torch.load(values_file(folder), mmap=True, weights_only=True)
     pairs = {}
     for number, (key, index) in enumerate(values.places):
-        own, others, all_own = values.tensors[number], known.get(key, ()), len(values.of[key])
+        own, others, all_own = values.tensors[number], known.of.get(key, ()), len(values.of[key])
         if (
             own is None
             or not others
@@ -67,23 +74,29 @@ def _pairs(values: Values, folder: str, num_microbatches: int) -> dict[int, Pair
         ):
             continue
         microbatch, place = divmod(index, len(others))
-        whole = others[place]
+        whole, count = known.tensors[others[place]], all_own // len(others)
+        if not own.ndim and count > 1:
+            # Numbers have no part of their own for a microbatch: all of them are taken together.
+            of_all = [values.tensors[n] for n in values.of[key][place :: len(others)]]
+            if microbatch < count - 1 or None in of_all:
+                continue
+            own = torch.stack([one for one in of_all if one is not None]).sum()
         if whole is not None and whole.dtype == own.dtype and own.numel() and whole.numel():
-            pairs[number] = own, whole, (microbatch, all_own // len(others))
+            pairs[number] = own, whole, (microbatch, count)
     return pairs
 
 
 def _state(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int]) -> str | None:
-    """ "right", "moved" for rows in another order, or "wrong"; None if that cannot be said."""
+    """Whether a value is one of RIGHT, has "moved" rows, or is "wrong"; None if that is unknown."""
     if not own.ndim or not whole.ndim:
-        if own.shape != whole.shape or share != (0, 1):
+        if own.shape != whole.shape:
             return None
-        return "right" if _is_close(tracer, own, whole, whole) else "wrong"
+        return "right" if share == (0, 1) and _is_close(tracer, own, whole, whole) else "wrong"
     is_any = False
     for select in tracer.ways(own, whole, share):
-        is_any = True
-        if _is_close(tracer, own, select(whole), whole):
-            return "right"
+        is_any, part = True, select(whole)
+        if _is_close(tracer, own, part, whole):
+            return "right" if part.shape == own.shape else "padded"
     is_moved = tracer.finds_moved(own, whole, share)
     if is_moved is None:
         return None
@@ -92,22 +105,24 @@ def _state(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int
 
 def _is_close(tracer: CodeTracer, own: Tensor, part: Tensor, whole: Tensor) -> bool:
     # Infinities are equal, but have no difference.
-    return torch.equal(own, part) or agreement(own, part, whole).difference <= tracer.tolerance
+    return torch.equal(own, part) or (
+        agreement(narrowed(own, part), part, whole).difference <= tracer.tolerance
+    )
 
 
 def _shares(
-    tracer: CodeTracer, pairs: Mapping[Place, tuple[Tensor, Tensor]], wrong: Sequence[Place]
-) -> dict[Place, tuple[str, str]]:
-    """The wrong values that are right after a reduction over an axis, with both."""
+    tracer: CodeTracer, pairs: Mapping[Place, Pair], wrong: Sequence[Place]
+) -> dict[Place, str]:
+    """The wrong values that are right after a reduction, and which."""
     shapes = gathered(
         {
             place: tuple(own.shape)
-            for place, (own, whole) in pairs.items()
+            for place, (own, whole, _) in pairs.items()
             if own.dtype != torch.bool and own.shape == whole.shape
         }
     )
     num_rows = gathered(0 if tracer.where is None else len(tracer.where.rows))
-    shares: dict[Place, tuple[str, str]] = {}
+    shares: dict[Place, str] = {}
     for place in wrong:
         of_ranks = [of_rank.get(place) for of_rank in shapes]
 
@@ -120,20 +135,31 @@ def _shares(
         )
         # A mean over rows, of which ranks may have different numbers.
         by_rows = sum_over_axes(tracer.subject, of_ranks, lambda: scaled(num_rows[tracer.rank]))
+        ways: dict[str, Tensor] = {}
         for axis, total in sums.items():
             ranks = dist.get_process_group_ranks(tracer.subject.groups[axis])
             rows = sum(num_rows[rank] for rank in ranks)
-            ways = {
-                "sum": total,
-                "mean": total / len(ranks),
-                "mean, weighted by the number of rows,": by_rows[axis] / max(1, rows),
-                "minimum": lowest[axis],
-                "maximum": highest[axis],
+            ways |= {
+                f"the sum over {axis}": total,
+                f"the mean over {axis}": total / len(ranks),
+                f"the mean over {axis}, weighted by the number of rows,": by_rows[axis]
+                / max(1, rows),
+                f"the minimum over {axis}": lowest[axis],
+                f"the maximum over {axis}": highest[axis],
             }
-            whole = pairs[place][1].double()
-            for way, reduced in ways.items():
-                if agreement(reduced, whole, whole).difference < EXPLAINED:
-                    shares.setdefault(place, (way, axis))
+        if place not in pairs:
+            continue
+        own, whole, (_, count) = pairs[place]
+        if not own.ndim and count > 1:
+            ways = {"": own.double()} | ways
+            ways = {
+                f"the {how} over the microbatches{f' and {way}' * bool(way)}": total / number
+                for how, number in (("sum", 1), ("mean", count))
+                for way, total in ways.items()
+            }
+        for way, reduced in ways.items():
+            if agreement(reduced, whole.double(), whole.double()).difference < EXPLAINED:
+                shares.setdefault(place, way)
     return shares
 
 
@@ -142,9 +168,10 @@ class _Search:
     """Values with their states, and those that are wrong on some rank."""
 
     values: Values
+    known: Values
     states: Mapping[Place, str]
     wrong: Mapping[Place, None]
-    shares: Mapping[Place, tuple[str, str]]
+    shares: Mapping[Place, str]
     parts: Collection[int]
     """The values of which this rank has only a part."""
 
@@ -155,11 +182,15 @@ class _Search:
             if place not in self.wrong or place in self.shares or harmless[number]:
                 continue
             found = WrongLine(place[0][0], place[0][1], self.states.get(place) == "moved")
-            sources, between = self._sources(number)
+            sources, between = self._sources(self.values, number)
             found.only_here = tuple(line for line in between if line != found.line)
+            self._compare(found, place)
             found.is_of_part = self.values.mixes[number] and any(
                 source in self.parts and self.values.places[source] not in self.wrong
                 for source in sources
+            )
+            found.is_of_padded = self.values.mixes[number] and any(
+                self.states.get(self.values.places[source]) == "padded" for source in sources
             )
             shares = [s for s in sources if self._is_open_share(s, harmless)]
             elsewhere = [s for s in shares if self.values.places[s][0][1] != found.line]
@@ -168,9 +199,9 @@ class _Search:
                 # The first of a chain of shares is where the reduction belongs.
                 before = self.values.places[share]
                 found.source = before[0][1]
-                found.way, found.axis = self.shares[before]
+                found.way = self.shares[before]
                 found.mixed = self._other_way(shares, found.way)
-                sources, _ = self._sources(share)
+                sources, _ = self._sources(self.values, share)
                 share = next((s for s in sources if self._is_open_share(s, harmless)), None)
             return found
         return None
@@ -179,8 +210,8 @@ class _Search:
         """The line and the way of a share that is reduced in another way."""
         for number in shares:
             place = self.values.places[number]
-            if self.shares[place][0] != way:
-                return place[0][1], self.shares[place][0]
+            if self.shares[place] != way:
+                return place[0][1], self.shares[place]
         return None
 
     def _is_open_share(self, number: int, harmless: Mapping[int, bool]) -> bool:
@@ -199,17 +230,39 @@ class _Search:
             harmless[number] = is_right or (bool(after) and all(harmless[r] for r in after))
         return harmless
 
-    def _sources(self, number: int) -> tuple[list[int], list[str]]:
+    def _compare(self, found: WrongLine, place: Place) -> None:
+        """What the wrong line is given, and reads, on one process, if that is something else."""
+        key, index = place
+        others = self.known.of.get(key, ())
+        if not others:
+            return
+        other = others[index % len(others)]
+        operator = key[2].split(".")[1].strip("_")
+        own, given = self.values.numbers[self.values.of[key][index]], self.known.numbers[other]
+        found.numbers = tuple(
+            (
+                f"{operator} with {name} =" if name not in UNNAMED else f"{operator} with",
+                own[name],
+                value,
+            )
+            for name, value in given.items()
+            if name in own and own[name] != value
+        )
+        ran = {key[1] for key in self.values.of}
+        _, between = self._sources(self.known, other)
+        found.never_here = tuple(line for line in between if line not in ran)
+
+    def _sources(self, values: Values, number: int) -> tuple[list[int], list[str]]:
         """The nearest values with a counterpart from which one is computed, and lines between."""
-        found, stack, seen = [], list(self.values.sources[number]), set[int]()
+        found, stack, seen = [], list(values.sources[number]), set[int]()
         while stack:
             source = stack.pop()
             if source in seen:
                 continue
             seen.add(source)
-            if self.values.places[source] in self.states:
+            if values.places[source] in self.states:
                 found.append(source)
             else:
-                stack += self.values.sources[source]
-        between = (self.values.places[s][0][1] for s in sorted(seen - set(found)))
+                stack += values.sources[source]
+        between = (values.places[s][0][1] for s in sorted(seen - set(found)))
         return found, list(dict.fromkeys(between))

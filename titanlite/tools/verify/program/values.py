@@ -25,11 +25,14 @@ COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor")
 # Operators of which a row of the result depends on one row alone, and on the weights.
 ROW_BY_ROW = ("mm", "addmm", "bmm", "linear", "matmul", "embedding", "view", "t", "transpose")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+# Numbers that say nothing about the result.
+NO_VALUE = ("dtype", "layout", "device", "pin_memory", "memory_format")
 
 Key = tuple[str, str, str]
 """The call of the innermost module, the line, and the operator."""
 Place = tuple[Key, int]
 """Which of the values of a key."""
+Number = bool | int | float
 
 
 @dataclass
@@ -42,6 +45,8 @@ class Values:
     sources: list[tuple[int, ...]] = field(default_factory=list)
     mixes: list[bool] = field(default_factory=list)
     """Whether an element of the value depends on several of what it is computed from."""
+    numbers: list[dict[str, Number]] = field(default_factory=list)
+    """The numbers that each operator is given, by argument, without sizes."""
     groups: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
     """Call of a module -> the groups of ranks that exchange something inside it."""
     num_bytes: int = 0
@@ -71,6 +76,7 @@ class Values:
         name = operator.name().partition("::")[2].partition(".")[0]
         self.mixes.append(torch.Tag.pointwise not in operator.tags and name not in ROW_BY_ROW)
         self.tensors.append(self._copy(operator, found[0]))
+        self.numbers.append(_numbers_in(operator, given))
 
     def follow(self, value: Tensor, alias: Tensor) -> None:
         """An alias has the value of a tensor."""
@@ -79,8 +85,8 @@ class Values:
 
     def save(self, folder: str) -> None:
         """Save what the ranks compare theirs with."""
-        values = {key: [self.tensors[i] for i in numbers] for key, numbers in self.of.items()}
-        torch.save(values, values_file(folder))
+        found = self.places, self.tensors, self.sources, self.numbers
+        torch.save(found, Path(folder) / "values.pt")
 
     def _copy(self, operator: Any, value: Tensor) -> Tensor | None:
         is_open = operator.namespace in COMMUNICATION and operator is not WAIT
@@ -95,5 +101,23 @@ class Values:
         return local.cpu().clone()
 
 
-def values_file(folder: str) -> Path:
-    return Path(folder) / "values.pt"
+def _numbers_in(operator: Any, given: tuple[Any, Any]) -> dict[str, Number]:
+    """The numbers among an operator's arguments, by name, without sizes."""
+    args, by_name = given
+    found: dict[str, Number] = {}
+    for index, argument in enumerate(operator._schema.arguments):
+        value = args[index] if index < len(args) else (by_name or {}).get(argument.name)
+        is_size = str(argument.real_type) == "SymInt" and argument.name != "ignore_index"
+        if isinstance(value, Number) and not is_size and argument.name not in NO_VALUE:
+            found[argument.name] = value
+    return found
+
+
+def load_values(folder: str) -> Values:
+    """Those that one process has saved."""
+    path = Path(folder) / "values.pt"
+    places, tensors, sources, numbers = torch.load(path, mmap=True, weights_only=True)
+    known = Values(places=places, tensors=tensors, sources=sources, numbers=numbers)
+    for number, (key, _) in enumerate(places):
+        known.of[key].append(number)
+    return known
