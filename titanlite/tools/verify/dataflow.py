@@ -418,18 +418,16 @@ def explain_backward(e: Evidence) -> Iterator[str]:
             place += f"All-reduce it over {partial[last]} in that backward pass"
     elif from_partial:
         axis = partial[from_partial[0]]
-        # From there on the gradients are Partial.
+        place = (
+            f"The gradient of {shown} is correct after a sum over {axis}: it is still Partial over "
+            f"{axis}. All-reduce it over {axis} between the two, in the backward pass"
+        )
         first = next(event for event in reversed(wrong) if partial.get(event) == axis)
-        if first in from_partial:
-            place = f"The gradient of {shown} is correct after a sum over {axis}: it is still "
-            place += f"Partial over {axis}. All-reduce it over {axis} between the two, in the "
-        else:
-            place = f"The gradients from that of {describe_event(first)} back to that of {shown} "
-            place += f"are correct after a sum over {axis}: they are still Partial over {axis}. "
+        # What a module receives goes on inside it.
+        if any(not is_input(event) for event in wrong if partial.get(event) == axis):
             place += (
-                f"All-reduce the first of them, of {describe_event(first)}, over {axis} in the "
+                f", or earlier: they are Partial from the gradient of {describe_event(first)} on"
             )
-        place += "backward pass"
     elif last in partial:
         before = listed([describe_event(source) for source in e.flow.get(last, ())], 3)
         place = f"It is correct after a sum over {partial[last]}: it is still Partial over "
