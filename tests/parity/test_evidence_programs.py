@@ -43,7 +43,7 @@ CAUSES = {
     "faulty_3/zero_tail_belongs_to_no_rank": "leaves 3 elements as they were",
     "faulty_4/batchnorm_counted_twice": "runs 2 times in a step, as in a forward pass that is rec",
     "faulty_4/cached_logps_counted_twice": r"another result .*:56 \(reference = ",
-    "faulty_4/encoder_memory_gradient": "or earlier: .* from the gradient of .* of cross_attention",
+    "faulty_4/encoder_memory_gradient": "or earlier: .* from that of .* of cross_attention",
     "faulty_4/lora_scale_of_local_rank": "computes mul with 3, on one process 1.5",
     "faulty_4/padding_attended": "What it reads agrees, but has rows or columns of padding",
     "faulty_4/pp_middle_stages_without_mask": "masked_fill.*, which does not run here",
