@@ -5,9 +5,9 @@ models.", comment of 2025-09-05 (the weight loader is unchanged: the weights of 
 map says 0, 4, 8 and 12).
 Wrong: rank 0 has the weights of experts 0 and 1 and takes the tokens of 0 and 2. So the tokens of expert 1 go through
 the weights of expert 2, and the other way round.
-EXPECT: in the forward pass, the output of layers.0.experts is the first that differs: the tokens routed
-to experts 1 and 2 are computed with each other's weights (the router agrees). The map from experts to ranks
-(round robin) does not fit the weights (contiguous).
+EXPECT: in the forward pass, the output of layers.0.experts is the first that differs: the tokens routed to experts 1
+and 2 are computed with each other's weights (the router agrees). The map from experts to ranks (round robin) does not
+fit the weights (contiguous).
 """
 
 import torch
