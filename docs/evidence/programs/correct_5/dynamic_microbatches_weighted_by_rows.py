@@ -4,8 +4,8 @@ Thread: https://github.com/verl-project/verl/pull/141 "[misc] fix: gradient accu
 gradient accumulation value is computed by micro_batch_size, which is wrong when using dynamic_bsz"), 2025-01-27.
 Right: the loss is a mean over rows, and a microbatch counts with its share of the rank's rows. DDP reduces in the
 last microbatch alone.
-Must not be accused: ranks that run the model 2 and 3 times in one step, microbatches of unequal size and length, a
-backward pass per microbatch with different factors.
+Must not be accused: ranks that run the model once and four times in one step, microbatches of unequal size and
+length, a backward pass per microbatch with different factors.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import titanlite
 
-VOCAB, DIM, LENGTH, BUDGET = 12, 16, 8, 16
+VOCAB, DIM, LENGTH, BUDGET = 12, 16, 8, 12
 
 
 class Policy(nn.Module):

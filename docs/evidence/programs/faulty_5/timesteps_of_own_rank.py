@@ -1,7 +1,7 @@
 """PPO with annealed clip range and entropy bonus: each worker advances the schedule by its own timesteps.
 
 Thread: https://github.com/hill-a/stable-baselines/pull/52 "Fixed MpiAdam synchronization issue in PPO1" ("PPO1 was not
-summing the timesteps_so_far variable across all MPI workers, causing the schedule to differ"), 2018-10-05.
+summing the timesteps_so_far variable across all MPI workers", which made the schedule differ between them), 2018-10-05.
 Wrong: timesteps_so_far counts the steps of the rank's own episodes, so the schedule is too slow, and the ranks have
 different coefficients as their episodes have different lengths.
 EXPECT: step 1 agrees in loss and gradients; the buffer timesteps_so_far differs after it, on each rank, as the counts
@@ -15,7 +15,7 @@ from torch import nn
 
 import titanlite
 
-OBSERVATIONS, ACTIONS, DIM, LENGTH, TOTAL = 5, 4, 16, 8, 200
+OBSERVATIONS, ACTIONS, DIM, LENGTH, TOTAL = 5, 4, 16, 8, 4000
 
 
 class Policy(nn.Module):
@@ -41,7 +41,7 @@ def ppo_loss(model, batch, num_steps):
     surrogate = torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     entropy = -(logp.exp() * logp).sum(-1)
     model.timesteps_so_far += mask.sum()
-    return -((surrogate + 0.1 * multiplier * entropy) * mask).sum() / num_steps
+    return -((surrogate + 0.02 * multiplier * entropy) * mask).sum() / num_steps
 
 
 def loss(model, batch):
