@@ -4,8 +4,8 @@ Thread: https://github.com/pytorch/examples/issues/1196 "add scaler.unscale_(opt
 (distributed/minGPT-ddp), 2023-10-27; also https://github.com/rwth-i6/returnn/pull/1595 (2024-07-22).
 Wrong: the norm of the scaled gradients is 1024 times too large, so they are clipped in every step, to 1/1024 of the
 threshold. scaler.unscale_ is called after the clipping.
-EXPECT: all gradients have one common factor (far too small, about 1/1024 of the clipping threshold over the norm)
-on all ranks: they are clipped while they are multiplied with the loss scale of 1024. The loss of step 1 agrees.
+EXPECT: all gradients are too small by one common factor on all ranks, their norm is 1/1024 of the clipping threshold:
+they are clipped while they are still multiplied with the loss scale of 1024. The loss of step 1 agrees.
 Unscale before clipping.
 """
 
