@@ -55,8 +55,11 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def digest_of(tensor: Tensor) -> str:
-    data = dense(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
+    flat = dense(tensor.detach()).cpu().contiguous().reshape(-1)
+    if flat.stride(0) != 1:
+        # One element may have any stride.
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=8).hexdigest()
 
 
 def is_pending(grad: Tensor | None) -> bool:

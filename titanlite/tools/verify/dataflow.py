@@ -446,7 +446,7 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     factor, left = pooled(list(found.values()))
     if left < EXPLAINED and not is_near(factor, 1.0):
         same = e.factor(factor)
-        how = f"It is {factor:.6g} times as large as on one process"
+        how = f"It is {factor:.6g} times as large as on one process" if factor else "It is zero"
         how += f" ({factor:.6g} is {same})" if same else ""
     if all(t.events[last].gradient_is_moved for t in e.traces if t.rank in found):
         how = (

@@ -40,7 +40,9 @@ from titanlite.tools.verify.record import is_input, module_of, name_call, name_i
 PACKAGE = Path(__file__).parents[2]
 # Code of torch, and what comes from no file, is never the caller's; nor is that of the library in
 # which plans of TorchTitan name their collectives.
-OF_PYTHON = ("<", TORCH, f"{Path(TORCH).parent / 'spmd_types'}{os.sep}")
+# torch decorates functions with typing_extensions.
+BESIDE_TORCH = (f"spmd_types{os.sep}", "typing_extensions.py")
+OF_PYTHON = ("<", TORCH, *(str(Path(TORCH).parent) + os.sep + name for name in BESIDE_TORCH))
 FOREIGN = (*OF_PYTHON, f"{PACKAGE}{os.sep}")
 """Code in these folders is not that of a caller of titanlite."""
 

@@ -406,11 +406,11 @@ class PartFits:
 
 
 class WrongRows(NamedTuple):
-    """Some rows of a gradient."""
+    """Some rows of a gradient, or none for elements that are zero on one process."""
 
     rows: tuple[int, ...]
     number: int
-    """Of all rows."""
+    """Of all rows, or of these elements."""
     is_zero: bool
     """Whether this rank's are zero, and those of one process are not."""
     should_be_zero: bool

@@ -104,10 +104,13 @@ class Built:
             module.zero_grad(set_to_none=True)
 
     def clip(self) -> float:
-        """Call the caller's `clip`; returns the gradient norm, 0 without one."""
+        """Call the caller's `clip` with the model, or with all that `parallel` returned if that has
+        several; returns the gradient norm, 0 without one.
+        """
         if self.request.clip is None:
             return 0.0
-        return number_of(self.request.clip(self.value), "clip") or 0.0
+        model = self.modules[0] if len(self.modules) == 1 else self.value
+        return number_of(self.request.clip(model), "clip") or 0.0
 
 
 def number_of(value: Any, name: str) -> float | None:

@@ -34,6 +34,7 @@ from titanlite.tools.verify.updates import (
 )
 from titanlite.tools.verify.wording import (
     Explained,
+    agree,
     be,
     is_near,
     listed,
@@ -331,6 +332,15 @@ def explain_rows(e: PartEvidence) -> Iterator[str]:
     """Gradients of which only a few rows differ."""
     wrong = e.failed("gradient")
     if any(not any(name in of_rank for of_rank in e.rows.values()) for name in wrong):
+        return
+    every = [of_rank[name] for of_rank in e.rows.values() for name in wrong if name in of_rank]
+    if every and not any(one.rows for one in every):
+        who = name_parameters(wrong, e.runs, "gradient")
+        yield Explained(
+            f"{who} {agree(who, 'differ')} only in elements that are zero on one process: what "
+            "sets them to zero there, such as a mask or a hook of the parameter, is without effect",
+            wrong,
+        )
         return
     for name in wrong:
         found = {rank: of_rank[name] for rank, of_rank in e.rows.items() if name in of_rank}

@@ -388,7 +388,11 @@ class Judging:
 
             return run_parallel(world, packed, folder, record, step)
 
-        with contextlib.suppress(TitanliteError):
+        try:
             self.pools.alone(on_one)
             runs = self.pools.of(self.found.grid.world_size).call(on_rank)
             evidence.watched = [run.traces[step] for run in runs]
+        except TitanliteError as error:
+            failure(error)
+            why = " ".join(str(error).split())
+            self.found.notes.append(f"the lines of the code could not be compared ({why[:200]})")

@@ -97,6 +97,8 @@ def _state(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int
         is_any, part = True, select(whole)
         if _is_close(tracer, own, part, whole):
             return "right" if part.shape == own.shape else "padded"
+    if own.ndim == whole.ndim + 1 and own.is_floating_point():
+        return "wrong"
     is_moved = tracer.finds_moved(own, whole, share)
     if is_moved is None:
         return None
@@ -150,7 +152,13 @@ def _shares(
         if place not in pairs:
             continue
         own, whole, (_, count) = pairs[place]
-        if not own.ndim and count > 1:
+        if own.ndim == whole.ndim + 1:
+            # What the ranks have beside each other.
+            own = own.double()
+            ways = {f"the sum over its dimension {dim}": own.sum(dim) for dim in range(own.ndim)}
+            ways |= {f"the mean over its dimension {d}": own.mean(d) for d in range(own.ndim)}
+            ways = {way: one for way, one in ways.items() if one.shape == whole.shape}
+        elif not own.ndim and count > 1:
             ways = {"": own.double()} | ways
             ways = {
                 f"the {how} over the microbatches{f' and {way}' * bool(way)}": total / number

@@ -216,11 +216,13 @@ def _wrong_rows(
         is_wrong = (own - right).abs() > TOLERANCES[torch.float64] * whole.abs().max()
         if whole.ndim < 2 or not is_wrong.any():
             continue
+        zeros = [not tensor[is_wrong].any() for tensor in (own, right)]
         rows, all_rows = (some // whole[0].numel() for some in (elements[is_wrong], elements))
         rows, all_rows = rows.unique(), all_rows.unique()
         if len(rows) <= len(all_rows) // 4:
-            zeros = [not tensor[is_wrong].any() for tensor in (own, right)]
             found[name] = WrongRows(tuple(rows.tolist()), whole.size(0), *zeros)
+        elif right.any() and zeros[1]:
+            found[name] = WrongRows((), int(is_wrong.sum()), *zeros)
     return found
 
 
