@@ -65,6 +65,7 @@ def first_difference(e: Evidence) -> Iterator[str]:
     details = list(_details(e, first, outputs)) or list(_other_samples(e, first))
     parts += details
     parts += _of_module(e, first, outputs)
+    parts += _of_buffers(e, module_of(first))
     parts += lines * (not is_between)
     if not is_input(first) and not line and not details:
         parts += _own_part_alone(e, module_of(first), list(outputs))
@@ -224,6 +225,16 @@ def _of_module(e: Evidence, first: str, outputs: Collection[int]) -> Iterator[st
             "blocks is wrong, or a mask that is made from positions treats the jump as the start "
             "of a document"
         )
+
+
+def _of_buffers(e: Evidence, module: str) -> Iterator[str]:
+    """Buffers of the first module whose output differs that are not those of one process."""
+    wrong = [f for f in e.found.failures if f.kind == "buffer" and holder_of(f.name) == module]
+    for one in wrong[:1]:
+        own = [run.steps[one.step].buffers.get(one.name) for run in e.runs]
+        is_zero = any(buffer is not None and buffer.error and not buffer.aa for buffer in own)
+        how = "is zero, but not" if is_zero else f"is not, by {one.difference:.1e}, what it is"
+        yield f"its buffer {one.name} {how} on one process: look at how it is filled, cast or loaded"
 
 
 def describe_event(event: str) -> str:

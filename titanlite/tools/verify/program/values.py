@@ -25,8 +25,8 @@ COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor")
 # Operators of which a row of the result depends on one row alone, and on the weights.
 ROW_BY_ROW = ("mm", "addmm", "bmm", "linear", "matmul", "embedding", "view", "t", "transpose")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-# Numbers that say nothing about the result.
-NO_VALUE = ("dtype", "layout", "device", "pin_memory", "memory_format")
+# Numbers that are no values: sizes, too.
+NO_VALUE = ("dtype", "layout", "device", "pin_memory", "memory_format", "end")
 
 Key = tuple[str, str, str]
 """The call of the innermost module, the line, and the operator."""
