@@ -107,6 +107,12 @@ class PartEvidence(Evidence):
                 "Each rank's new values are those that the step gives if its shard is taken for "
                 "the whole tensor: this optimizer needs the whole tensor, so gather it before"
             )
+        if all(one.is_left for one in wrong):
+            return (
+                "The step of one process leaves them as they are, as it does without a gradient, "
+                "but the ranks' step moves them. A gradient of zeros is one, too: weight decay and "
+                "old momentum move a weight with it. Leave it at None"
+            )
         if all(one.num_kept for one in wrong):
             number = max(sum(one.num_kept for one in own.values()) for own in self.updates.values())
             return (
@@ -199,6 +205,13 @@ def explain_cover(e: PartEvidence) -> Iterator[str]:
             f"{_rows(missed)} {'are' if len(missed) > 1 else 'is'} read by no rank, and "
             f"{_rows(often)} by several. All ranks must take their parts from one order of the "
             "samples: look at the sampler, its seed and its rank"
+        )
+    elif missed and any(map(e.failed, ("loss", "gradient"))):
+        yield (
+            f"the ranks do not read all samples: {of}, {_rows(missed)} "
+            f"{'are' if len(missed) > 1 else 'is'} read by no rank"
+            + f". All ranks read {_rows(sorted(counts))}" * (len(e.runs) > 1 == len(parts))
+            + ". Look at how the batch is divided among the ranks"
         )
     elif often and len(often) < num_rows and any(map(e.failed, ("loss", "gradient"))):
         yield (
