@@ -234,7 +234,7 @@ def _of_buffers(e: Evidence, module: str) -> Iterator[str]:
         own = [run.steps[one.step].buffers.get(one.name) for run in e.runs]
         is_zero = any(buffer is not None and buffer.error and not buffer.aa for buffer in own)
         how = "is zero, but not" if is_zero else f"is not, by {one.difference:.1e}, what it is"
-        yield f"its buffer {one.name} {how} on one process: look at how it is filled, cast or loaded"
+        yield f"its buffer {one.name} {how} on one process: look at how it is filled or cast"
 
 
 def describe_event(event: str) -> str:
@@ -464,8 +464,17 @@ def explain_backward(e: Evidence) -> Iterator[str]:
             "It has the gradients of other rows of one process: those of another rank, or its own "
         )
         how += "in another order"
+    over = [x for x in known if module_of(x) == module_of(last) and _any(e, x, _is_overwritten)]
+    if over:
+        how = f"{describe_event(over[0])} was overwritten after the forward pass, and the backward "
+        how += "pass reads it: a buffer is used again too early"
+        how = how[:1].upper() + how[1:]
     lines = e.lines_before(last, list(found), is_backward=True)
     yield ". ".join(filter(None, [start, place, how, f"The code there{lines}" if lines else ""]))
+
+
+def _is_overwritten(one: ModuleOutput) -> bool:
+    return one.is_overwritten
 
 
 def _partial_over(e: Evidence, event: str) -> str:

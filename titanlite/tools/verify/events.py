@@ -75,6 +75,8 @@ class Events:
         self.lines: dict[str, tuple[str, ...]] = {}
         self.lines_backward: dict[str, tuple[str, ...]] = {}
         """The lines of the caller's code that ran just before a tensor, or its gradient."""
+        self.overwritten: set[str] = set()
+        """What was another tensor when its gradient came."""
         self.values = Values()
         self.finds_flow, self.is_training = finds_flow, is_training
         self._nodes: dict[Any, str] = {}
@@ -203,9 +205,13 @@ class Events:
             self.arrived.add(event)
             return
 
+        now = local_part(value.detach())
+
         def keep_gradient(gradient: Tensor) -> None:
             with self._own_code():
                 self.arrived.add(event)
+                if not torch.equal(now.cpu(), self.first[event][place]):
+                    self.overwritten.add(event)
                 self._keep_lines(self.lines_backward, event)
                 if not is_pending(gradient):
                     own = local_part(gradient.detach()).detach().cpu().clone()

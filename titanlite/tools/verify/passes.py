@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
 from titanlite.parallelize.float8.spec import Float8Section
@@ -13,8 +13,19 @@ from titanlite.tools.verify.dataflow import (
     outputs_agree,
     outputs_differ,
 )
-from titanlite.tools.verify.evidence import WRONG, Evidence, JobEvidence, by_rank, ranks_of, worst
+from titanlite.tools.verify.evidence import (
+    EXPLAINED,
+    WRONG,
+    Evidence,
+    JobEvidence,
+    by_rank,
+    holder_of,
+    pooled,
+    ranks_of,
+    worst,
+)
 from titanlite.tools.verify.gradients import explain_gradients
+from titanlite.tools.verify.record import around, module_of
 from titanlite.tools.verify.wording import agree, is_near, name_parameters, name_ranks, times
 
 
@@ -166,6 +177,12 @@ def explain_loss(e: Evidence) -> Iterator[str]:
             f"the loss is {times(ratio)} as large as on one process, but all gradients agree: "
             "only the reported loss is wrong"
         )
+    elif outputs_agree(e) and _has_factor(e, ratio):
+        yield (
+            f"every module output agrees, but the loss and all gradients are {times(ratio)} as "
+            f"large as on one process: the divisor of the loss, such as a number of targets, is "
+            f"{times(1 / ratio)} what it should be"
+        )
     elif outputs_agree(e):
         yield (
             f"every module output agrees, including the model's logits, but the loss is "
@@ -174,11 +191,41 @@ def explain_loss(e: Evidence) -> Iterator[str]:
         )
 
 
+def _has_factor(e: Evidence, factor: float) -> bool:
+    """Whether all gradients are this multiple of the reference's."""
+    every = [part for run in e.runs for part in run.steps[e.step].gradients.values() if part.bb]
+    own, left = pooled(every)
+    return bool(every) and left < EXPLAINED and is_near(own, factor)
+
+
 def wrong_backward(e: Evidence) -> str:
     """Where the backward pass is wrong, if the gradients of what modules return show it; or ""."""
     if not outputs_agree(e) or e.failed("loss"):
         return ""
     return next(explain_backward(e), "")
+
+
+def _own_product(e: Evidence, name: str) -> str:
+    """Where to look if all gradients around a weight agree, but its own does not; "" if not so."""
+    known = {event for t in e.traces for event, one in t.events.items() if one.gradient is not None}
+    modules = [holder_of(name), *reversed(around(holder_of(name)))]
+    module = next((m for m in modules if m in map(module_of, known)), "")
+    events = [event for event in e.events if event in known and module_of(event) == module]
+    found = [t.events[event].gradient for t in e.traces for event in events if event in t.events]
+    if not module or any(gradient is not None and gradient.error for gradient in found):
+        return ""
+    copies = Counter(held for run in e.runs for held in run.placements)
+    if copies[name] > min(copies.values()):
+        return (
+            f"how the gradients of the copies of {name}, which several stages hold, are added up "
+            "and reduced, and in which order: the gradients that flow through the modules agree"
+        )
+    lines = e.lines_before(events[0], [trace.rank for trace in e.watched], is_backward=True)
+    return (
+        f"how {module} computes the gradient of {name}, from what it has kept of its input and in "
+        f"which layout, and at what is done to it after that{lines}. The gradients that {module} "
+        "receives and returns agree"
+    )
 
 
 def unexplained(e: Evidence, names: Collection[str] | None = None) -> str:
@@ -194,11 +241,11 @@ def unexplained(e: Evidence, names: Collection[str] | None = None) -> str:
         seen = "every recorded module output agrees" if outputs_agree(e) else ""
         loss = "the loss differs" if e.failed("loss") else "the loss agrees"
         measured = f"{seen}, {loss}" if seen else loss
-        where = (
-            "the backward pass, and at what is done to gradients after it"
-            if seen and not e.failed("loss")
-            else "the loss, and at what was not compared"
-        )
+        where = "the loss, and at what was not compared"
+        if seen and not e.failed("loss"):
+            where = _own_product(e, last) or (
+                "the backward pass, and at what is done to gradients after it"
+            )
         return (
             f"unexplained: {measured}, {'and' if e.failed('loss') else 'but'} {shown} "
             f"{agree(shown, 'differ')}, "

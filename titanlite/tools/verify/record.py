@@ -268,6 +268,8 @@ class ModuleOutput:
     """Whether it is correct up to where the rank's positions jump, and only then wrong."""
     gradient: Agreement | None = None
     """The gradient of the output compared with the reference's, if both are known."""
+    is_overwritten: bool = False
+    """Whether something wrote into it between forward and backward pass."""
     gradient_is_moved: bool = False
     """Whether that has rows of the reference's, but not those that it should have."""
     recomputed: float = 0.0
