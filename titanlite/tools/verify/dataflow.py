@@ -450,6 +450,10 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         if isinstance(e, JobEvidence) and e.dims.degrees.get("tp", 1) > 1:
             place += ". If it gathers its input over tp, each rank has only its share of that "
             place += "gradient: sum it over tp"
+        elif _exchanges_forward_alone(e, last):
+            place += ". It exchanges something between ranks in its forward pass, but nothing in "
+            place += "its backward pass: a collective such as dist.all_reduce is not seen by "
+            place += "autograd, so the gradient through it is not exchanged"
     elif after:
         place = f"The error is between it and {shown}, whose gradient agrees"
     else:
@@ -471,6 +475,14 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         how = how[:1].upper() + how[1:]
     lines = e.lines_before(last, list(found), is_backward=True)
     yield ". ".join(filter(None, [start, place, how, f"The code there{lines}" if lines else ""]))
+
+
+def _exchanges_forward_alone(e: Evidence, event: str) -> bool:
+    """Whether a module calls collectives, but its backward pass to its input does not."""
+    module = module_of(event)
+    calls = {module_of(call) for trace in e.watched for call in trace.groups}
+    inside = any(module in (call, *around(call)) for call in calls)
+    return inside and not any(event in trace.exchanged for trace in e.watched)
 
 
 def _is_overwritten(one: ModuleOutput) -> bool:

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.modules.shards import local_part
 from titanlite.ranks.hang_state import TORCH, is_standard
 from titanlite.tools.verify.agreement import agreement, is_pending
-from titanlite.tools.verify.program.values import Values
+from titanlite.tools.verify.program.values import COMMUNICATION, Values
 from titanlite.tools.verify.record import is_input, module_of, name_call, name_input
 
 PACKAGE = Path(__file__).parents[2]
@@ -75,6 +75,9 @@ class Events:
         self.lines: dict[str, tuple[str, ...]] = {}
         self.lines_backward: dict[str, tuple[str, ...]] = {}
         """The lines of the caller's code that ran just before a tensor, or its gradient."""
+        self.exchanged: set[str] = set()
+        """What has a gradient for which the backward pass called a collective."""
+        self.has_exchanged = False
         self.overwritten: set[str] = set()
         """What was another tensor when its gradient came."""
         self.values = Values()
@@ -210,7 +213,11 @@ class Events:
         def keep_gradient(gradient: Tensor) -> None:
             with self._own_code():
                 self.arrived.add(event)
-                if not torch.equal(now.cpu(), self.first[event][place]):
+                if self.has_exchanged:
+                    self.exchanged.add(event)
+                    self.has_exchanged = False
+                is_there = now.untyped_storage().nbytes() or not now.numel()
+                if is_there and not torch.equal(now.cpu(), self.first[event][place]):
                     self.overwritten.add(event)
                 self._keep_lines(self.lines_backward, event)
                 if not is_pending(gradient):
@@ -256,6 +263,17 @@ class Events:
             self._now[line] = None
         return line
 
+    def begin(self, kind: str, group: Any, inputs: Sequence[Tensor], whole_bytes: int) -> int:
+        """Note a call of a collective or message."""
+        if torch._C._current_graph_task_id() != -1:
+            self.has_exchanged = True
+        else:
+            self.values.note_group(self._calls, group)
+        return -1
+
+    def end(self, index: int, outputs: Sequence[Tensor]) -> None:
+        """Nothing is noted of what a call writes to."""
+
     def note_value(self, line: str, operator: Any, given: Any, result: Any) -> None:
         """Keep what an operator of the forward pass returns."""
         is_forward = torch._C._current_graph_task_id() == -1
@@ -277,6 +295,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         line = self.kept.note_line(self.foreign)
         result = func(*args, **(kwargs or {}))
+        if func.namespace in COMMUNICATION and torch._C._current_graph_task_id() != -1:
+            self.kept.has_exchanged = True
         if line and self.keeps_values:
             self.kept.note_value(line, func, (args, kwargs), result)
         return result

@@ -343,6 +343,8 @@ class RankTrace:
     wrong_line: WrongLine | None = None
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     """Call of a module -> the groups of ranks that exchange something inside it."""
+    exchanged: frozenset[str] = frozenset()
+    """What has a gradient for which the backward pass called a collective."""
 
     @property
     def modules(self) -> dict[str, ModuleOutput]:

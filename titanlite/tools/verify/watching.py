@@ -20,7 +20,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -142,8 +142,7 @@ class StepWatch:
     @contextlib.contextmanager
     def seeing(self) -> Iterator[StepWatch]:
         """Watch what this rank does inside."""
-        listening = _listening(self) if is_rank() else contextlib.nullcontext()
-        with listening, _Functions(self), _Operators(self):
+        with listening(self), _Functions(self), _Operators(self):
             yield self
 
     def unseen(self, call: Callable[[], None]) -> Callable[[], None]:
@@ -398,11 +397,21 @@ class _Functions(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class Listening(Protocol):
+    """What can be told of calls of collectives and messages; see StepWatch."""
+
+    def begin(self, kind: str, group: Any, inputs: Sequence[Tensor], whole_bytes: int) -> int:
+        """Note a call before it is made; returns its number."""
+
+    def end(self, index: int, outputs: Sequence[Tensor]) -> None:
+        """Note what the call of this number writes to."""
+
+
 class _Ears:
     """Tells each watch of a world of threads what its own rank sends."""
 
     def __init__(self) -> None:
-        self.watches: dict[int, StepWatch] = {}
+        self.watches: dict[int, Listening] = {}
 
     def collective(
         self,
@@ -435,7 +444,11 @@ class _Ears:
 
 
 @contextlib.contextmanager
-def _listening(watch: StepWatch) -> Iterator[None]:
+def listening(watch: Listening) -> Iterator[None]:
+    """Inside, `watch` hears what this rank sends, if ranks are threads."""
+    if not is_rank():
+        yield
+        return
     exchange, rank = thread_world().exchange, current_rank()
     if not isinstance(exchange.listener, _Ears):
         exchange.listener = _Ears()

@@ -34,7 +34,7 @@ from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import HeldParts, Subject
 from titanlite.tools.verify.tracing import TOLERANCES, gathered
-from titanlite.tools.verify.watching import StepWatch
+from titanlite.tools.verify.watching import StepWatch, listening
 
 # The least tolerance of outputs if part of the model computes in a narrower dtype.
 IF_NARROWED = 1e-4
@@ -200,6 +200,7 @@ class _Measuring:
         trace, number = tracer.lines(kept), max(map(len, kept.first.values()), default=1)
         trace.wrong_line = first_wrong_line(tracer, kept.values, self.folder, number)
         trace.groups = {call: tuple(groups) for call, groups in kept.values.groups.items()}
+        trace.exchanged = frozenset(kept.exchanged)
         return trace
 
     def _save_update(self, subject: Subject, found: RankStep, step: int, run: CodeRun) -> None:
@@ -219,6 +220,7 @@ class _Measuring:
                 exits.enter_context(subject.recorded(kept))
             if step == self.watched:
                 exits.enter_context(Watch(kept, keeps_values=True))
+                exits.enter_context(listening(kept))
             yield
 
     def _compare_buffers(

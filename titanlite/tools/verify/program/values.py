@@ -55,10 +55,7 @@ class Values:
     def note(self, calls: Sequence[str], line: str, operator: Any, given: Any, result: Any) -> None:
         """Note the first tensor that an operator returns, inside calls of modules."""
         if operator.namespace in COMMUNICATION:
-            groups = filter(None, map(group_of, tree_leaves(given)))
-            ranks = next((tuple(dist.get_process_group_ranks(one)) for one in groups), ())
-            for call in calls:
-                self.groups[call].add(ranks)
+            self.note_group(calls, next(filter(None, map(group_of, tree_leaves(given))), None))
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not found:
             return
@@ -77,6 +74,12 @@ class Values:
         self.mixes.append(torch.Tag.pointwise not in operator.tags and name not in ROW_BY_ROW)
         self.tensors.append(self._copy(operator, found[0]))
         self.numbers.append(_numbers_in(operator, given))
+
+    def note_group(self, calls: Sequence[str], group: Any) -> None:
+        """Note that the ranks of a group exchange something inside calls of modules."""
+        ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        for call in calls:
+            self.groups[call].add(ranks)
 
     def follow(self, value: Tensor, alias: Tensor) -> None:
         """An alias has the value of a tensor."""
