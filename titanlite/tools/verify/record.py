@@ -384,6 +384,10 @@ class CodeRun(RankRun):
     """Buffers that have no counterpart of their shape in the reference."""
     changed: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Step -> weights that are others at its first forward pass than after the step before."""
+    averages: bool = False
+    """Whether a module is one of DDP or FSDP, which average gradients."""
+    in_other_order: tuple[str, ...] = ()
+    """Starting weights that differ, but have rows of the reference's, in another order."""
     updates: dict[int, str] = field(default_factory=dict)
     """The step in which some rank's weights differ -> the file with this rank's parts of them."""
 

@@ -58,7 +58,9 @@ def format_result(found: Result, dtype: str, header: str = "") -> str:
     is_first = findings[:1] == found.findings[:1]
     for index, finding in enumerate(findings):
         texts.append(f"{'likely cause' if index == 0 and is_first else 'also seen'}: {finding}")
-    texts += [f"but the plan {note}" for note in found.needless if found.agrees]
+    if found.agrees:
+        texts += [f"but {note}" for note in found.doubts]
+        texts += [f"but the plan {note}" for note in found.needless]
     notes = [f"note: {note}" for note in found.notes]
     if found.narrowed and dtype == "float64":
         names, verb = listed(found.narrowed, 3), "rounds" if len(found.narrowed) == 1 else "round"
@@ -215,6 +217,7 @@ def to_json(found: Result, ran: Mapping[str, Any]) -> dict[str, Any]:
             {"step": s.step, "name": s.name, "ranks": s.groups} for s in found.splits
         ],
         "notes": found.notes,
+        "doubts": found.doubts,
         "needless": found.needless,
         "sent": [
             {f"{kind} over {axis}": list(both) for (kind, axis), both in own.totals.items()}

@@ -41,6 +41,8 @@ class Result:
     """Sentences about what is unusual but not wrong, and about what was not compared."""
     needless: list[str] = field(default_factory=list)
     """Of a run that agrees: what it sends or reads needlessly."""
+    doubts: list[str] = field(default_factory=list)
+    """Of a run that agrees: why an error may not have shown."""
     traffic: list[Traffic] = field(default_factory=list)
     """What each rank sent in one step; empty if that was compiled."""
     seconds: float = 0.0

@@ -25,7 +25,7 @@ from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement, dense, narrowed
 from titanlite.tools.verify.program.batches import Where
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.record import Agreement, module_of
+from titanlite.tools.verify.record import Agreement, is_input, module_of
 from titanlite.tools.verify.tracing import Compared, Select, Tracer, in_all
 
 # No more ways to cut an output than this are tried, and no larger gradients are saved.
@@ -45,6 +45,9 @@ class CodeTracer(Tracer):
     layouts: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
     """Numbers of rows, the rank's and all -> which of all rows a tensor had, which others may."""
 
+    features: Tensor | None = field(default=None, kw_only=True)
+    """Which features of the reference's the output that is compared has, if declared."""
+
     # The loss may be a mean over the rank's own part.
     scales_gradients = True
 
@@ -63,12 +66,22 @@ class CodeTracer(Tracer):
 
     def compare(self, event: str, calls: list[Tensor], known: list[Tensor]) -> Compared | None:
         """A tensor compared with the best fitting parts of the reference's; None if none fits."""
+        self.features = None if is_input(event) else self._declared(module_of(event))
         calls = calls[-(self.request.microbatches or len(calls)) :]
         compared = self._compare(calls, known)
         if len(calls) > 2 and (compared is None or compared[0].is_moved):
             # A pipeline's first step starts with a call that only finds shapes.
             compared = self._compare(calls[1:], known) or compared
         return compared
+
+    def _declared(self, module: str) -> Tensor | None:
+        """Which rows of the reference's weight a module has, if the caller's `shard` says so."""
+        held = self.subject.held.get(f"{module}.weight")
+        if self.request.shard is None or held is None or held.parameter.ndim != 2:
+            return None
+        numbers = held.part_of(torch.arange(held.shape.numel()).view(held.shape))
+        is_whole = numbers.ndim == 2 and numbers.size(1) == held.shape[1]
+        return numbers[:, 0] // held.shape[1] if is_whole else None
 
     def _compare(self, calls: list[Tensor], known: list[Tensor]) -> Compared | None:
         if len(known) not in (1, len(calls)) or not calls[0].ndim:
@@ -219,6 +232,9 @@ class CodeTracer(Tracer):
     ) -> Iterator[tuple[Tensor | None, int, int]]:
         """Selections of one dimension: the numbers to take first, then a chunk (index, count)."""
         own, size = call.size(dim), whole.size(dim)
+        is_last = dim == call.ndim - 1
+        if is_last and self.features is not None and len(self.features) == own < size:
+            yield self.features, 0, 1
         for base in self._bases(own, size, share):
             left = size if base is None else len(base)
             if left == own:
@@ -316,6 +332,14 @@ def _find_rows(own: Tensor, known: Tensor, most: float) -> Tensor | None:
     if is_zero.all() or not (best.values <= most)[~is_zero].all():
         return None
     return chosen
+
+
+def has_rows_of(own: Tensor, whole: Tensor) -> bool:
+    """Whether a matrix has rows of another, in any order."""
+    part = local_part(own.detach()).cpu()
+    if part.ndim != 2 or whole.ndim != 2 or part.size(1) != whole.size(1) or not part.any():
+        return False
+    return _find_rows(part, whole, 0.0) is not None
 
 
 def _rows_or_zero(whole: Tensor, rows: Tensor) -> Tensor:

@@ -176,7 +176,16 @@ def explain_step_of_local_gradients(e: PartEvidence) -> Iterator[str]:
 
 
 def explain_start_of_code(e: PartEvidence) -> Iterator[str]:
+    order = {name for run in e.runs if isinstance(run, CodeRun) for name in run.in_other_order}
     for sentence in explain_start(e):
+        if order:
+            yield (
+                f"{sentence.partition('. Look')[0]}. {listed(sorted(order), 3)} "
+                f"{'have' if len(order) > 1 else 'has'} rows of the reference's weight, but not "
+                "the chunk that was expected. If another cut is intended, as for a fused matrix, "
+                "say it: shard=, a function from a name to a function that cuts the whole tensor"
+            )
+            continue
         yield (
             f"{sentence}. If that is intended, copy_weights=True starts from the weights of the "
             "reference"

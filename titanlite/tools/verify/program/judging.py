@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,6 +93,17 @@ class Judging:
             )
             if (found.failures or found.splits) and not is_explained:
                 found.findings += conclude(self._evidence())
+        elif (
+            all(
+                run.averages and len({*parts}) == 1
+                for run, parts in itertools.product(self.runs, self._parts_by_step())
+            )
+            and len(self.runs) > 1
+        ):
+            found.doubts.append(
+                "every rank was given the whole batch (split=None), so that an error in how ranks "
+                'with different samples are averaged cannot show: give split, such as split="dp"'
+            )
         self._note_not_compared()
 
     def _judge_pending(self) -> None:

@@ -43,23 +43,20 @@ def first_wrong_line(
     """
     known = load_values(folder)
     pairs = _pairs(values, known, num_microbatches)
-    states = {
-        values.places[number]: state
-        for number, pair in pairs.items()
-        if (state := _state(tracer, *pair)) is not None
-    }
+    judged = {values.places[number]: _state(tracer, *pair) for number, pair in pairs.items()}
+    states = {place: state for place, state in judged.items() if state is not None}
     wrong: dict[Place, None] = {}
-    for of_rank in gathered(
-        [place for place, state in states.items() if state not in ("right", "padded")]
-    ):
-        wrong |= dict.fromkeys(of_rank)
+    open_ones = set[Place]()
+    for of_rank in gathered(judged):
+        wrong |= dict.fromkeys(p for p, s in of_rank.items() if s not in (None, *RIGHT))
+        open_ones |= {place for place, state in of_rank.items() if state is None}
     some = list(wrong)[:MOST_REDUCED]
     found = {values.places[number]: pair for number, pair in pairs.items()}
     shares = _shares(tracer, {place: found[place] for place in some if place in found}, some)
     parts = {
         n for n, (own, whole, share) in pairs.items() if own.numel() * share[1] < whole.numel()
     }
-    return _Search(values, known, states, wrong, shares, parts).first()
+    return _Search(values, known, states, wrong, open_ones, shares, parts).first()
 
 
 def _pairs(values: Values, known: Values, num_microbatches: int) -> dict[int, Pair]:
@@ -179,6 +176,8 @@ class _Search:
     known: Values
     states: Mapping[Place, str]
     wrong: Mapping[Place, None]
+    open_ones: Collection[Place]
+    """Those of which some rank cannot say that."""
     shares: Mapping[Place, str]
     parts: Collection[int]
     """The values of which this rank has only a part."""
@@ -231,10 +230,10 @@ class _Search:
         for number, own in enumerate(self.values.sources):
             for source in own:
                 readers[source].append(number)
-        harmless: dict[int, bool] = {}
+        known, harmless = self.states.keys() - self.open_ones, dict[int, bool]()
         for number in reversed(range(len(self.values.places))):
             place, after = self.values.places[number], readers[number]
-            is_right = place in self.states and place not in self.wrong
+            is_right = place in known and place not in self.wrong
             harmless[number] = is_right or (bool(after) and all(harmless[r] for r in after))
         return harmless
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from titanlite import pickles
 from titanlite.errors import ConfigError
@@ -25,7 +27,7 @@ from titanlite.tools.verify.events import Events, Watch
 from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
-from titanlite.tools.verify.program.code_trace import CodeTracer, save_part
+from titanlite.tools.verify.program.code_trace import CodeTracer, has_rows_of, save_part
 from titanlite.tools.verify.program.lines import first_wrong_line
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
@@ -184,15 +186,22 @@ class _Measuring:
         return run
 
     def _start_run(self, subject: Subject, start: Mapping[str, Tensor]) -> CodeRun:
-        held = subject.held
+        held, weights = subject.held, subject.compare_weights(start)
+        wrong = [name for name, one in weights.items() if one.error]
+        kinds = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+        every = (module for root in subject.modules for module in root.modules())
         return CodeRun(
             self.world.rank,
             self.grid.coordinates(self.world.rank),
             {},
             (),
             {name: digest_of(one.part_of(start[name])) for name, one in held.items()},
-            [RankStep(weights=subject.compare_weights(start))],
+            [RankStep(weights=weights)],
             places={name: one.place for name, one in held.items()},
+            averages=any(isinstance(module, kinds) for module in every),
+            in_other_order=tuple(
+                name for name in wrong if has_rows_of(held[name].parameter, start[name])
+            ),
         )
 
     def _lines(self, tracer: CodeTracer, kept: Events) -> RankTrace:
