@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from titanlite.errors import ConfigError, quote, suggest
 
@@ -58,7 +58,15 @@ def nearest_option(name: str, known: Iterable[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says which option a misspelled one means."""
+    """A parser whose errors are one line, and which says what a misspelled word means."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            advice = suggest(value, action.choices, f"choose from {', '.join(action.choices)}")
+            raise argparse.ArgumentError(action, f"there is no {value!r}; {advice}")
 
     def refuse_misspelled(self, words: Iterable[str]) -> None:
         """Raises ConfigError for a word like one of the options; keys of a job have a dot."""
@@ -72,6 +80,21 @@ class Parser(argparse.ArgumentParser):
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return options
+
+
+def whole(text: str) -> int:
+    """An integer, for the type of an option of a Parser."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def positive(text: str) -> int:
+    """A number of at least 1, for the type of an option of a Parser."""
+    if whole(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return whole(text)
 
 
 def count(name: str, text: str) -> int:

@@ -13,7 +13,7 @@ from titanlite.quantities import format_table
 from titanlite.schedule.timeline import Timeline
 from titanlite.schedule.trace import make_trace
 from titanlite.tools.figures.schedule_text import draw_text
-from titanlite.tools.options import write
+from titanlite.tools.options import whole, write
 from titanlite.tools.simulate.costs import Costs
 from titanlite.tools.simulate.figures import Row, figures, html_table, table_rows, write_csv
 from titanlite.tools.simulate.memory_report import draw_memory, show_memory
@@ -28,7 +28,6 @@ from titanlite.tools.simulate.options import (
     read_time,
     read_units,
     used_options,
-    whole,
     write_timelines,
 )
 from titanlite.tools.simulate.priority import PRIORITIES

@@ -106,12 +106,6 @@ class Simulation:
         _, first, last = self._totals
         return list(zip(map(self._time, first), map(self._time, last), strict=True))
 
-    @property
-    def span_bubble_fraction(self) -> float:
-        """1 - max(busy) / the longest span: the bubble rate of the zero-bubble papers."""
-        busy, first, last = self._totals
-        return 1 - max(busy) / max(end - start for start, end in zip(first, last, strict=True))
-
     @cached_property
     def bubble_fraction(self) -> float:
         """The fraction of all workers' time, up to the makespan, in which they do not compute."""
