@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +27,7 @@ def split_options(
     the file of the job. With --help, prints `text` and exits. Raises ConfigError.
     """
     if {"-h", "--help"} & set(arguments):
-        print(text)
+        print(fitted(text))
         raise SystemExit(0)
     found: dict[str, Any] = {}
     job, rest = [], list(arguments)
@@ -50,6 +53,17 @@ def split_options(
             if not equals and rest and not rest[0].startswith("--") and "." in name:
                 job.append(rest.pop(0))
     return found, job
+
+
+def fitted(text: str) -> str:
+    """A help in lines that fit a terminal; what an option is for stays in its column."""
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    lines = []
+    for line in re.sub(r"(?<=\S)\n(?: {20,}|(?=\S))", " ", text).split("\n"):
+        begin = re.match(r"  --\S+(?: [A-Z]\S*)? +|usage: | {7}|", line)
+        after = " " * len(begin[0] if begin else "")
+        lines += textwrap.wrap(line, width, subsequent_indent=after, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
 
 
 def nearest_option(name: str, known: Iterable[str]) -> str:

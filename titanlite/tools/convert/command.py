@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("source", type=Path, help="step-N, a folder of them, .safetensors, or Hugging Face folder")
-    add("--out", type=Path, required=True, help="file or folder to write")
+    add("--out", type=Path, required=True, metavar="PATH", help="file or folder to write")
     add("--dtype", choices=DTYPE_NAMES, help="dtype to write; default: unchanged")
     copied = "Hugging Face folder, whose tokenizer and generation settings are copied"
     add("--like", type=Path, metavar="FOLDER", help=copied)

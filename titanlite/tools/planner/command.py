@@ -96,8 +96,8 @@ def _parser() -> Parser:
     add("--tensors", action="store_true", help=account)
     add("--trace", metavar="FILE", help="write the step as a Chrome trace, for ui.perfetto.dev")
     add("--svg", metavar="FILE", help="write the predicted pipeline as a picture")
-    measured = "a run's pipeline_step_N.json, to draw below the step in --svg; of a folder, the "
-    add("--measured", metavar="FILE", help=f"{measured}fastest step's")
+    measured = "a run's pipeline_step_N.json, or their folder, to draw below the step in --svg"
+    add("--measured", metavar="FILE", help=measured)
     search = "find the best plan for --ranks on --hardware; keys on the command line stay fixed"
     add("--search", action="store_true", help=search)
     add("--best", metavar="FILE", help="write the job with the best plan found")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class Simulation:
         extras: list[Extra],
         reductions: list[ReductionTicks],
         title: str,
-        details: Sequence[str] = (),
+        details: Iterable[str] = (),
     ) -> None:
         """`starts`, `extras` and `reductions` are in the ticks of `plan`.
 

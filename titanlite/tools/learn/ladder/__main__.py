@@ -7,6 +7,7 @@ from importlib import import_module
 
 from titanlite.errors import suggest
 from titanlite.tools.learn.ladder.show import describe
+from titanlite.tools.options import fitted
 from titanlite.tools.simulate.work import SimulationError
 
 # What is typed -> the script's module, and the name of its rung in the table.
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     name, *options = arguments or ["--help"]
     if name in ("-h", "--help"):
-        print(USAGE)
+        print(fitted(USAGE))
         return 0
     chosen = [name] if name in SCRIPTS else [n for n in SCRIPTS if n.startswith(f"{name}-")]
     if not chosen:
