@@ -32,6 +32,10 @@ MORE = {
     "learn": ("learn.md", "titanlite learn all --table"),
     "lab": ("lab/README.md", "titanlite lab exercise ring_all_reduce mine.py --start"),
     "ladder": ("ladder.md", "titanlite ladder 4d"),
+    "completion": (
+        "start/install.md",
+        "titanlite completion fish > ~/.config/fish/completions/titanlite.fish",
+    ),
 }
 
 

@@ -38,6 +38,10 @@ class Command:
     """Modules of commands of their own: the first argument -> module."""
     of_torchtitan: str = ""
     """The function for jobs of TorchTitan, whose names begin with TORCHTITAN."""
+    words: str = ""
+    """For completion: the table of words that may follow, as module:name."""
+    within: str = ""
+    """For completion: a word whose own --help has further options."""
 
 
 TORCHTITAN = "torchtitan:"
@@ -104,24 +108,39 @@ COMMANDS = {
         "titanlite simulate 1F1B --workers 4 --batches 8",
         "titanlite simulate GPipe --compare 1F1B --svg out.svg",
         parts={"ladder": "titanlite.tools.learn.ladder.command"},
+        words="titanlite.tools.simulate.schemes:SCHEMES",
+        within="ladder",
     ),
     "learn": Command(
         "titanlite.tools.learn.command",
         "answer a question on each parallelism: formula, simulated, measured",
         "titanlite learn dp",
         "titanlite learn pp --svg bubble.svg",
+        words="titanlite.tools.learn.topics:TOPICS",
     ),
     "lab": Command(
         "titanlite.tools.lab.__main__",
         "build every parallelism from send and receive, on real ranks",
         "titanlite lab all",
         "titanlite lab zero --world 2",
+        words="titanlite.tools.lab.experiments:EXPERIMENTS",
+        within="exercise",
     ),
     "ladder": Command(
         "titanlite.tools.learn.ladder.__main__",
         "one training step on 1D to 4D simulated GPUs, each a script",
         "titanlite ladder 2d-pp",
         "titanlite ladder 3d --help",
+        words="titanlite.tools.learn.ladder.__main__:SCRIPTS",
+        within="3d",
+    ),
+    "completion": Command(
+        "titanlite.cli",
+        "complete commands, options and keys in bash, zsh or fish",
+        "titanlite completion bash > ~/.titanlite.bash",
+        "titanlite completion fish > ~/.config/fish/completions/titanlite.fish",
+        function="completion",
+        words="titanlite.tools.completion:SHELLS",
     ),
 }
 
@@ -159,6 +178,12 @@ def train(arguments: Sequence[str]) -> int:
     return command(arguments, tools(), f"{program()} train")
 
 
+def completion(arguments: Sequence[str]) -> int:
+    """`titanlite completion SHELL`; returns the exit status."""
+    tool: Any = import_module("titanlite.tools.completion")
+    return int(tool.show(arguments, COMMANDS, main))
+
+
 def tools() -> Tools:
     """What the commands hand to a run: the planner, and what draws its pictures."""
     from titanlite.start import Tools
@@ -171,7 +196,7 @@ def usage() -> str:
     """The text of `titanlite --help`: each command with one line of text and an example."""
     lines = [f"usage: {program()} COMMAND ...", "", "commands:"]
     for name, command in COMMANDS.items():
-        lines += [f"  {name:<10}{command.purpose}", f"  {'':<10}$ {command.example}"]
+        lines += [f"  {name:<11}{command.purpose}", f"  {'':<11}$ {command.example}"]
     return "\n".join([*lines, "", f"Run `{program()} COMMAND --help` for details."])
 
 

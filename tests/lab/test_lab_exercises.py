@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.cli import main as titanlite
 from titanlite.tools.lab import Mesh, VirtualCluster
-from titanlite.tools.lab.__main__ import main
 from titanlite.tools.lab.exercises import EXERCISES
 from titanlite.tools.lab.exercises.exercise import load_exercise
 from titanlite.tools.lab.exercises.judge import judge
@@ -250,8 +250,8 @@ def test_a_typical_mistake_is_named(pool, name, number):
 class TestCommand:
     def test_the_list_has_all_and_loads_no_torch(self):
         code = (
-            "import sys; from titanlite.tools.lab.__main__ import main; "
-            "main(['exercise']); print('torch' in sys.modules)"
+            "import sys; from titanlite.cli import main; "
+            "main(['lab', 'exercise']); print('torch' in sys.modules)"
         )
         run = [sys.executable, "-c", code]
         done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True)
@@ -261,14 +261,14 @@ class TestCommand:
 
     def test_from_the_skeleton_to_a_judged_answer_with_its_picture(self, tmp_path, capsys):
         path, picture = tmp_path / "mine.py", tmp_path / "mine.svg"
-        command = ["exercise", "shift", str(path)]
-        assert main([*command, "--start"]) == 0
-        assert main([*command, "--start"]) == 2
+        command = ["lab", "exercise", "shift", str(path)]
+        assert titanlite([*command, "--start"]) == 0
+        assert titanlite([*command, "--start"]) == 2
         assert "exists already" in capsys.readouterr().err
         assert path.read_text() == load_exercise("shift").skeleton
         text = load_exercise("shift").solution_text
         path.write_text(text.replace("(device.rank + 1)", "(device.rank + 2)"))
-        assert main([*command, "--picture", str(picture)]) == 1
+        assert titanlite([*command, "--picture", str(picture)]) == 1
         out = capsys.readouterr().out
         assert re.search(
             r"shift: not yet: deadlock\n  rank \d: .*waits at mine.py:\d+ for 32 ", out
@@ -277,13 +277,13 @@ class TestCommand:
         assert picture.read_text().count("<circle") == 4
         path.write_text(text)
         page = tmp_path / "mine.html"
-        assert main([*command, "--picture", str(page)]) == 0
+        assert titanlite([*command, "--picture", str(page)]) == 0
         assert "rank 0 to rank 1: " in page.read_text()
         assert "right on all 4 ranks: 4 messages, 128 bytes, 1 steps" in capsys.readouterr().out
 
     def test_hint_and_solution_are_shown(self, capsys):
-        assert main(["exercise", "shift", "--hint"]) == 0
-        assert main(["exercise", "shift", "--solution"]) == 0
+        assert titanlite(["lab", "exercise", "shift", "--hint"]) == 0
+        assert titanlite(["lab", "exercise", "shift", "--solution"]) == 0
         exercise = load_exercise("shift")
         assert capsys.readouterr().out == f"{exercise.hint}\n{exercise.solution_text}"
 
@@ -292,7 +292,10 @@ class TestCommand:
             (tmp_path / f"{name}.py").write_text(load_exercise(name).solution_text)
         (tmp_path / "shift.py").unlink()
         (tmp_path / "prefix_sum.py").write_text("raise SystemExit(3)")
-        assert main(["exercise", "all", str(tmp_path), f"--json={tmp_path}/points.json"]) == 1
+        assert (
+            titanlite(["lab", "exercise", "all", str(tmp_path), f"--json={tmp_path}/points.json"])
+            == 1
+        )
         rows = json.loads((tmp_path / "points.json").read_text())
         assert [row["name"] for row in rows] == list(EXERCISES)
         assert sum(row["points"] for row in rows) == 52
@@ -303,7 +306,7 @@ class TestCommand:
         ("arguments", "message"),
         [
             (["all"], "exercise: all takes a folder"),
-            (["hop"], "exercise: there is no 'hop'"),
+            (["shfit"], "exercise: there is no 'shfit'; did you mean shift"),
             (["shift"], "exercise: name the file of your function"),
             (["--hint"], "exercise: name one"),
             (["shift", "none.py"], "none.py: there is no such file; .* --start"),
@@ -321,6 +324,6 @@ class TestCommand:
         monkeypatch.chdir(tmp_path)
         for name, text in {"broken": "\n(", "raises": "1 / 0", "empty": ""}.items():
             (tmp_path / f"{name}.py").write_text(text)
-        assert main(["exercise", *arguments]) == 2
+        assert titanlite(["lab", "exercise", *arguments]) == 2
         err = capsys.readouterr().err
-        assert re.fullmatch(f"{message}.*\n", err), err
+        assert re.fullmatch(f"titanlite lab: {message}.*\n", err), err

@@ -298,7 +298,7 @@ def test_a_safetensors_file_of_wrong_content_is_one_line(tmp_path, capsys):
 )
 def test_too_few_images_or_ranks(tmp_path, option, number, capsys):
     assert titanlite("sample", tmp_path, "--out", tmp_path / "x.png", option, number) == 2
-    said = f"titanlite sample: {option}: {number} is too small; give at least 1\n"
+    said = f"titanlite sample: {option}: {number} is less than 1\n"
     assert capsys.readouterr().err == said
 
 

@@ -42,7 +42,7 @@ from titanlite.config.toml import (
     show_name,
     unclosed_list,
 )
-from titanlite.errors import ConfigError, quote
+from titanlite.errors import ConfigError, quote, suggest
 
 CONFIG_FILE = "job.config_file"
 
@@ -300,7 +300,8 @@ def read_file(path: str) -> dict[str, Any]:
     except IsADirectoryError:
         wrong = "is a folder; give a TOML file"
     except FileNotFoundError:
-        wrong = "does not exist; give a TOML file"
+        beside = map(str, Path(path).parent.glob("*.toml"))
+        wrong = f"does not exist; {suggest(str(path), beside, 'give a TOML file', quote)}"
     except PermissionError:
         wrong = "cannot be read (permission denied); change its permissions"
     except OSError as error:

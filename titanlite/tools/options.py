@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from titanlite.errors import ConfigError, quote, suggest
 
@@ -24,7 +27,7 @@ def split_options(
     the file of the job. With --help, prints `text` and exits. Raises ConfigError.
     """
     if {"-h", "--help"} & set(arguments):
-        print(text)
+        print(fitted(text))
         raise SystemExit(0)
     found: dict[str, Any] = {}
     job, rest = [], list(arguments)
@@ -52,13 +55,32 @@ def split_options(
     return found, job
 
 
+def fitted(text: str) -> str:
+    """A help in lines that fit a terminal; what an option is for stays in its column."""
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    lines = []
+    for line in re.sub(r"(?<=\S)\n(?: {20,}|(?=\S))", " ", text).split("\n"):
+        begin = re.match(r"  --\S+(?: [A-Z]\S*)? +|usage: | {7}|", line)
+        after = " " * len(begin[0] if begin else "")
+        lines += textwrap.wrap(line, width, subsequent_indent=after, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
+
+
 def nearest_option(name: str, known: Iterable[str]) -> str:
     """ "did you mean --option?" for a name like that of an option, or ""."""
     return suggest(name.lstrip("-"), (one.lstrip("-") for one in known), show="--{}".format)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says which option a misspelled one means."""
+    """A parser whose errors are one line, and which says what a misspelled word means."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            advice = suggest(value, action.choices, f"choose from {', '.join(action.choices)}")
+            raise argparse.ArgumentError(action, f"there is no {value!r}; {advice}")
 
     def refuse_misspelled(self, words: Iterable[str]) -> None:
         """Raises ConfigError for a word like one of the options; keys of a job have a dot."""
@@ -72,6 +94,21 @@ class Parser(argparse.ArgumentParser):
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return options
+
+
+def whole(text: str) -> int:
+    """An integer, for the type of an option of a Parser."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def positive(text: str) -> int:
+    """A number of at least 1, for the type of an option of a Parser."""
+    if whole(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return whole(text)
 
 
 def count(name: str, text: str) -> int:

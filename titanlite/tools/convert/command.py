@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("source", type=Path, help="step-N, a folder of them, .safetensors, or Hugging Face folder")
-    add("--out", type=Path, required=True, help="file or folder to write")
+    add("--out", type=Path, required=True, metavar="PATH", help="file or folder to write")
     add("--dtype", choices=DTYPE_NAMES, help="dtype to write; default: unchanged")
     copied = "Hugging Face folder, whose tokenizer and generation settings are copied"
     add("--like", type=Path, metavar="FOLDER", help=copied)
@@ -101,7 +101,7 @@ def to_safetensors(source: Path, out: Path, dtype: str | None = None) -> int:
     """Write the weights of a checkpoint to one file; returns the number of parameters."""
     from titanlite.checkpoint.weights import CONFIG_KEY, write_file
 
-    tensors, manifest, _ = _read_checkpoint(source, dtype)
+    tensors, manifest = _read_checkpoint(source, dtype)
     with _making(out) as unfinished:
         unfinished.touch(exist_ok=False)
         write_file(unfinished, tensors, {CONFIG_KEY: json.dumps(manifest.config)})
@@ -133,7 +133,7 @@ def to_hf_folder(
             "give --out a .safetensors file, or register the model with `hf`"
         )
     names.format.require_fit(names.sizes)
-    tensors, _, _ = _read_checkpoint(path, dtype, names)
+    tensors, _ = _read_checkpoint(path, dtype, names)
     kinds = {tensors[name].dtype for name in manifest.shapes}
     if len(kinds) != 1:
         raise ConfigError(f"--dtype: {path} has weights of several dtypes; give one of them")
@@ -231,7 +231,7 @@ def _names_of(
 
 def _read_checkpoint(
     source: Path, dtype: str | None, names: Names | None = None
-) -> tuple[dict[str, Tensor], Manifest, Path]:
+) -> tuple[dict[str, Tensor], Manifest]:
     """The weights of a checkpoint, whole, with titanlite's names; raises ConfigError."""
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
@@ -268,7 +268,7 @@ def _read_checkpoint(
     if dtype:
         kind = getattr(torch, dtype)
         tensors = {n: t.to(kind) if n in manifest.shapes else t for n, t in tensors.items()}
-    return tensors, manifest, path
+    return tensors, manifest
 
 
 def _plain_model(config: Mapping[str, Mapping[str, Any]], names: Names) -> nn.Module:

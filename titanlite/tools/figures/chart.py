@@ -8,7 +8,7 @@ from typing import Any
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_QUIET = "#767676"  # reads on white and on black
+_QUIET = "#767676"  # lighter on a dark page (figure.py)
 
 
 @dataclass(frozen=True)

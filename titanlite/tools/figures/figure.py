@@ -14,10 +14,11 @@ from matplotlib.figure import Figure
 
 from titanlite.tools.figures.palette import GRID as GRID
 
-# For a dark page: paper and points that are not filled, text and axes, and the grid.
+# For a dark page: paper and points that are not filled, text and axes, quiet text, and the grid.
 _STYLE = """<style>@media (prefers-color-scheme: dark) {
 text {fill: #e6edf3} [style*="fill: #ffffff"] {fill: #0d1117 !important}
-[style*="stroke: #000000"] {stroke: #a9b4c0 !important}
+[style*="stroke: #000000"], [style*="stroke: #767676"] {stroke: #a9b4c0 !important}
+[style*="fill: #767676"] {fill: #a9b4c0 !important}
 [style*="stroke: #e4e4e4"] {stroke: #373e47 !important}}</style>
 """
 

@@ -9,6 +9,7 @@ from titanlite.errors import ConfigError
 from titanlite.job import Job
 from titanlite.observe.metrics import FILE_NAME, read_metrics
 from titanlite.observe.reporter import CURVE, LOADS
+from titanlite.schedule import Timeline
 from titanlite.tools.sample.generate import NoSamplesError, sample_sequences, save_samples
 
 # Tokens between two lines about sampling; a multiple of the interval of `on_tokens`.
@@ -18,7 +19,10 @@ SAMPLED_A_LINE = 768
 def draw_end(
     job: Job, folder: Path, say: Callable[[str], None], is_stopped: Callable[[], bool]
 ) -> None:
-    """As titanlite.tools.gallery says."""
+    """Draw the pictures of a run in `folder`; every rank must call this, and rank 0 draws.
+
+    Sampling ends early once `is_stopped` returns True on a rank.
+    """
     data, sampling = job.data, job.config.sampling
     if job.world.is_first:
         say(_draw_curve(job, folder))
@@ -50,6 +54,13 @@ def draw_end(
     if len(sequences):
         save_samples(job, sequences, folder / data.samples_file)
         say(f"sampled {name}s: {folder / data.samples_file}")
+
+
+def draw_timeline(timeline: Timeline, path: Path) -> None:
+    """Draw the timeline of a pipeline's step as an SVG."""
+    from titanlite.tools.figures.schedule_svg import draw_svg
+
+    path.write_text(draw_svg(timeline))
 
 
 def _draw_curve(job: Job, folder: Path) -> str:

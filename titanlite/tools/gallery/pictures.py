@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -105,7 +105,9 @@ def _dress(axes: Axes, title: str, bits_per: str | None) -> None:
         axes.set_ylabel("loss")
     else:
         axes.set_ylabel("loss (nats a token)")
-        bits = axes.secondary_yaxis("right", functions=(_nats_to_bits, _bits_to_nats))
+        # matplotlib passes arrays to these functions, also empty ones.
+        to_bits = lambda nats: nats / math.log(2), lambda bits: bits * math.log(2)
+        bits = axes.secondary_yaxis("right", functions=to_bits)
         bits.set_ylabel(f"bits per {bits_per}")
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -117,15 +119,6 @@ def _dress(axes: Axes, title: str, bits_per: str | None) -> None:
         title = textwrap.fill(title, _TITLE_WIDTH)
         # Without parse_math=False, text between two dollar signs would become a formula.
         axes.set_title(title, loc="left", fontsize=12, pad=28, parse_math=False)
-
-
-# matplotlib passes arrays to these functions, also empty ones.
-def _nats_to_bits(nats: Any) -> Any:
-    return nats / math.log(2)
-
-
-def _bits_to_nats(bits: Any) -> Any:
-    return bits * math.log(2)
 
 
 def save_expert_loads(path: str | Path, records: Sequence[StepRecord]) -> None:

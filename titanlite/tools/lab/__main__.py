@@ -10,20 +10,18 @@ import argparse
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import rich
 from rich import box
 from rich.table import Table as RichTable
 
-from titanlite.errors import TitanliteError, suggest
+from titanlite.errors import ConfigError, TitanliteError, suggest
 from titanlite.observe.terminal import telling
-from titanlite.ranks.signals import ending_with_the_output
 from titanlite.tools.lab.exercises.command import main as exercise
 from titanlite.tools.lab.experiments import EXPERIMENTS
 from titanlite.tools.lab.table import Table
-from titanlite.tools.options import Parser
+from titanlite.tools.options import Parser, positive
 
 Experiment = Callable[..., Table]
 
@@ -44,14 +42,13 @@ MEANINGS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the named experiments. Returns 0, 1 if one fails, or 2 for an unknown name.
+def main(arguments: Sequence[str]) -> int:
+    """Run the named experiments. Returns 0, or 1 if one fails; raises ConfigError for misuse.
 
     If the first argument is "exercise", the others are for exercises/command.py.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["exercise"]:
-        return exercise(given[1:])
+    if arguments[:1] == ["exercise"]:
+        return exercise(arguments[1:])
     parser = Parser(
         prog="titanlite lab",
         description="Distributed training from scratch, on real processes of this machine.",
@@ -59,21 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which = "names to run, or all; default: list"
     parser.add_argument("experiments", nargs="*", metavar="experiment", help=which)
     add_options(parser, EXPERIMENTS)
-    options = vars(parser.parse_args(given))
+    options = vars(parser.parse_args(arguments))
     names = options.pop("experiments")
     names = list(EXPERIMENTS) if names == ["all"] else names
     for name in names:
         if name not in EXPERIMENTS:
             advice = suggest(name, EXPERIMENTS, f"use one of {', '.join(EXPERIMENTS)}, or all")
-            print(f"experiment: there is no {name!r}; {advice}", file=sys.stderr)
-            return 2
-        if problem := refused(name, EXPERIMENTS[name], options):
-            print(problem, file=sys.stderr)
-            return 2
+            raise ConfigError(f"experiment: there is no {name!r}; {advice}")
+        require_known(name, EXPERIMENTS[name], options)
     if not names:
         if options:
-            print(f"{option(next(iter(options)))}: name an experiment to run", file=sys.stderr)
-            return 2
+            raise ConfigError(f"{option(next(iter(options)))}: name an experiment to run")
         for name, run in EXPERIMENTS.items():
             print(f"{name:14}{run.__doc__}")
         print("\ntitanlite lab NAME runs one, all runs all; docs/lab/ explains them.")
@@ -127,31 +120,20 @@ def add_options(parser: argparse.ArgumentParser, experiments: Mapping[str, Exper
         group.add_argument(
             option(name),
             dest=name,
-            type=_count if kinds[name] is int else _amount,
+            type=positive if kinds[name] is int else _amount,
             default=argparse.SUPPRESS,
             metavar="N" if kinds[name] is int else "X",
             help=f"{MEANINGS[name]}: {', '.join(where)}",
         )
 
 
-def refused(name: str, experiment: Experiment, given: Mapping[str, Any]) -> str | None:
-    """An error message for the first option that the experiment does not have."""
+def require_known(name: str, experiment: Experiment, given: Iterable[str]) -> None:
+    """Raise ConfigError for the first option that the experiment does not have."""
     known = parameters(experiment)
     for parameter in given:
         if parameter not in known:
             has = ", ".join(map(option, known)) or "no options"
-            return f"{option(parameter)}: {name} has no such option; it has {has}"
-    return None
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
+            raise ConfigError(f"{option(parameter)}: {name} has no such option; it has {has}")
 
 
 def _amount(text: str) -> float:
@@ -162,9 +144,3 @@ def _amount(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return value
-
-
-if __name__ == "__main__":
-    with ending_with_the_output():
-        status = main()
-    sys.exit(status)

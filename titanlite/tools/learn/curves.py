@@ -21,8 +21,6 @@ PARAMETERS = 8.03e9  # of Llama 3 8B
 DIM, HIDDEN, KV_DIM = 4096, 14336, 1024
 WORD = 2  # bytes of a bfloat16
 GIGA = 1e9
-
-
 _tokens = "{:,.0f}".format
 
 

@@ -21,13 +21,6 @@ UNIT_BYTES = 4096  # of a unit of data of the simulated GPUs
 REPEATS = 3
 
 
-def open_cluster() -> VirtualCluster:
-    """Four processes, which use ring collectives."""
-    from titanlite.tools.lab import Mesh, VirtualCluster
-
-    return VirtualCluster(Mesh(rank=NUM_RANKS), algorithm="ring")
-
-
 def sent_bytes(cluster: VirtualCluster, *collectives: str, num_bytes: int) -> float:
     """The bytes that a rank sends in these collectives, of a tensor of `num_bytes` in total."""
 

@@ -52,7 +52,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Topic:
-    """A topic: `formula` is text, `run` finds the numbers; a `timed` one is measured in seconds.
+    """A topic: `formula` is text, `run` finds the numbers.
 
     `jobs` are those of jobs.py that it needs. `page` is where the topic is explained.
     """
@@ -63,7 +63,6 @@ class Topic:
     run: Callable[[Runs], Numbers]
     page: str
     jobs: tuple[str, ...] = ()
-    is_timed: bool = False
 
 
 class Runs(ExitStack):
@@ -80,8 +79,11 @@ class Runs(ExitStack):
 
     @cached_property
     def cluster(self) -> VirtualCluster:
-        """Four processes of the lab."""
-        return self.enter_context(processes.open_cluster())
+        """Four processes of the lab, which use ring collectives."""
+        from titanlite.tools.lab import Mesh, VirtualCluster
+
+        mesh = Mesh(rank=processes.NUM_RANKS)
+        return self.enter_context(VirtualCluster(mesh, algorithm="ring"))
 
 
 def _sent(
@@ -333,7 +335,6 @@ TOPICS = {
         "compute + 2 (n-1) (latency + G / (n bandwidth))",
         _data_parallel,
         "data_parallel.md",
-        is_timed=True,
     ),
     "zero": Topic(
         "ZeRO, memory",
@@ -381,7 +382,6 @@ TOPICS = {
         "(p-1) / (m+p-1)",
         _pipeline,
         "pipeline_parallel.md",
-        is_timed=True,
     ),
     "schedules": Topic(
         "PP, schedules",
@@ -412,6 +412,5 @@ TOPICS = {
         "w peak / (2 memory bandwidth)",
         _roofline,
         "plan.md",
-        is_timed=True,
     ),
 }

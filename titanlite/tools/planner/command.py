@@ -17,7 +17,7 @@ from titanlite.observe.run_facts import job_facts
 from titanlite.observe.terminal import telling, terminal_width, uses_color
 from titanlite.schedule import Timeline
 from titanlite.schedule.trace import make_trace, read_trace
-from titanlite.tools.options import Parser, write
+from titanlite.tools.options import Parser, positive, write
 from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.hardware import Hardware, known_hardware, load_hardware
 from titanlite.tools.planner.html import draw_page
@@ -41,8 +41,6 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if options.job is None:
         raise ConfigError("job: is missing; give the TOML file of the job")
-    if options.ranks is not None and options.ranks < 1:
-        raise ConfigError(f"--ranks: {options.ranks} is too small; give at least 1")
     hardware = load_hardware(options.hardware) if options.hardware else None
     for option in ("trace", "svg"):
         if getattr(options, option) and hardware is None:
@@ -88,7 +86,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("job", nargs="?", help="the TOML file of the job")
     add("--json", metavar="FILE", help="write all figures to a file")
-    add("--ranks", type=int, metavar="N", help="by default as many as the job's degrees need")
+    add("--ranks", type=positive, metavar="N", help="by default as many as the job's degrees need")
     devices = ", ".join(known_hardware())
     add("--hardware", metavar="NAME|FILE", help=f"also give the time: of {devices}, or of a file")
     add("--calibrate", metavar="FILE", help="measure this CPU, write its hardware file, and stop")
@@ -98,8 +96,8 @@ def _parser() -> Parser:
     add("--tensors", action="store_true", help=account)
     add("--trace", metavar="FILE", help="write the step as a Chrome trace, for ui.perfetto.dev")
     add("--svg", metavar="FILE", help="write the predicted pipeline as a picture")
-    measured = "a run's pipeline_step_N.json, to draw below the step in --svg; of a folder, the "
-    add("--measured", metavar="FILE", help=f"{measured}fastest step's")
+    measured = "a run's pipeline_step_N.json, or their folder, to draw below the step in --svg"
+    add("--measured", metavar="FILE", help=measured)
     search = "find the best plan for --ranks on --hardware; keys on the command line stay fixed"
     add("--search", action="store_true", help=search)
     add("--best", metavar="FILE", help="write the job with the best plan found")

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field, PlainValidator, StrictBool, TypeAdapter,
 from pydantic_core import PydanticCustomError
 
 from titanlite.config.toml import TOML_ERRORS, parse_toml
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, suggest
 
 FOLDER = Path(__file__).with_suffix("")
 
@@ -284,10 +284,9 @@ def load_hardware(name_or_path: str) -> Hardware:
     if "/" in name_or_path or name_or_path.endswith(".toml"):
         path = Path(name_or_path)
     elif not path.exists():
-        raise ConfigError(
-            f"--hardware: {name_or_path!r} is not known; give one of "
-            f"{', '.join(known_hardware())}, or a TOML file"
-        )
+        known = known_hardware()
+        advice = suggest(name_or_path, known, f"give one of {', '.join(known)}, or a TOML file")
+        raise ConfigError(f"--hardware: {name_or_path!r} is not known; {advice}")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -26,7 +26,7 @@ from titanlite.ranks.fork_server import prepare_environment
 from titanlite.ranks.launch import Place
 from titanlite.start import check_start, run_job
 from titanlite.tools.convert.stored import ASKED, find_checkpoint, stored_sections
-from titanlite.tools.options import Parser
+from titanlite.tools.options import Parser, positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,15 +42,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="titanlite sample", description="Sample from the model in a checkpoint.")
     add = parser.add_argument
     add("checkpoint", type=Path, help="step-N, a folder of them, or .safetensors")
-    add("--out", type=Path, help="the file to write (images: a PNG); text is printed without it")
-    add("--prompt", help="text to continue; default: sampling.prompt. Then one sample by default")
-    add("--num-samples", type=int, help="number of samples; default: sampling.num_samples")
-    add("--num-tokens", type=int, help="text: tokens of a sample, including the prompt")
-    add("--temperature", type=float, help="0: the likeliest token; default: sampling.temperature")
-    add("--top-k", type=int, help="default: sampling.top_k")
-    add("--top-p", type=float, help="default: sampling.top_p")
-    add("--seed", type=int, help="default: debug.seed")
-    add("--ranks", type=int, default=1, help="number of processes; default: 1")
+    add("--out", type=Path, metavar="FILE", help="images: a PNG; text is printed without it")
+    add("--prompt", metavar="TEXT", help="to continue; default: sampling.prompt")
+    add("--num-samples", type=positive, metavar="N", help="default: sampling.num_samples")
+    add("--num-tokens", type=int, metavar="N", help="text: of a sample, with the prompt")
+    add("--temperature", type=float, metavar="X", help="default: sampling.temperature; 0: greedy")
+    add("--top-k", type=int, metavar="N", help="of the N likeliest tokens; default: sampling.top_k")
+    add("--top-p", type=float, metavar="X", help="default: sampling.top_p")
+    add("--seed", type=int, metavar="N", help="default: debug.seed")
+    add("--ranks", type=positive, default=1, metavar="N", help="number of processes; default: 1")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--experimental.custom_import", metavar="MODULE", help="module that registers the model")
     add("--training.dataset_path", metavar="FOLDER", help="folder of a data set on the disk")
@@ -58,9 +58,6 @@ def main(arguments: Sequence[str]) -> int:
     add("--model.path", metavar="FOLDER", help="folder with config.json, for the model hf")
     add("--job.config_file", metavar="FILE", help="TOML file that may set the previous four keys")
     asked = parser.parse_args(arguments)
-    for option, number in (("--num-samples", asked.num_samples), ("--ranks", asked.ranks)):
-        if number is not None and number < 1:
-            raise ConfigError(f"{option}: {number} is too small; give at least 1")
     prepare_environment()
     source, manifest, stored = _open(asked.checkpoint)
     config = _for_sampling(stored, source, _stored_bytes(source, manifest), asked)

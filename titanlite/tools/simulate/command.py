@@ -13,7 +13,7 @@ from titanlite.quantities import format_table
 from titanlite.schedule.timeline import Timeline
 from titanlite.schedule.trace import make_trace
 from titanlite.tools.figures.schedule_text import draw_text
-from titanlite.tools.options import write
+from titanlite.tools.options import whole, write
 from titanlite.tools.simulate.costs import Costs
 from titanlite.tools.simulate.figures import Row, figures, html_table, table_rows, write_csv
 from titanlite.tools.simulate.memory_report import draw_memory, show_memory
@@ -28,7 +28,6 @@ from titanlite.tools.simulate.options import (
     read_time,
     read_units,
     used_options,
-    whole,
     write_timelines,
 )
 from titanlite.tools.simulate.priority import PRIORITIES
@@ -269,19 +268,19 @@ def _parser() -> Parser:
         "which runs one workload with 0 to 4 dimensions of parallelism on simulated GPUs.",
     )
     add = parser.add_argument
-    add("scheme", nargs="?", metavar="SCHEME")
+    add("scheme", nargs="?", metavar="SCHEME", help="a strategy, schedule or file; listed below")
     add("--compare", nargs="+", default=[], metavar="SCHEME", help="more schemes to run")
     grid = "run a grid: values and ranges FIRST:LAST:STEP (with LAST) of options"
     add("--sweep", nargs="+", metavar="OPTION=VALUES", help=grid)
 
     add = parser.add_argument_group("size").add_argument
-    add("--workers", type=whole, default=4, metavar="N")
-    add("--batches", type=whole, default=8, metavar="N", help="(micro)batches")
+    add("--workers", type=whole, default=4, metavar="N", help="default: 4")
+    add("--batches", type=whole, default=8, metavar="N", help="(micro)batches; default: 8")
     add("--stages", type=whole, metavar="N", help="default: the fewest the scheme allows")
     add("--group-size", type=whole, metavar="N", help="workers per group of a looped pipeline")
 
     add = parser.add_argument_group("order of a strategy").add_argument
-    add("--priority", choices=list(PRIORITIES))
+    add("--priority", choices=list(PRIORITIES), help="what a worker runs first of what is ready")
     add("--max-in-flight", type=whole, nargs="+", metavar="N", help="one value, or one per worker")
     add("--split-backward", action="store_true", help="schedule weight gradients separately")
 
@@ -302,10 +301,10 @@ def _parser() -> Parser:
         add(name, type=read_size, nargs="+", metavar="SIZE", help=purpose)
 
     add = parser.add_argument_group("network").add_argument
-    add("--latency", type=read_time, metavar="TIME")
-    add("--time-per-unit", type=read_time, metavar="TIME")
+    add("--latency", type=read_time, metavar="TIME", help="of a message; default: 0")
+    add("--time-per-unit", type=read_time, metavar="TIME", help="of sending a unit of data")
     add("--bandwidth", type=read_rate, metavar="RATE", help="instead of --time-per-unit: 50GB/s")
-    add("--workers-per-node", type=whole, default=1, metavar="N")
+    add("--workers-per-node", type=whole, default=1, metavar="N", help="default: 1")
     add("--inside-latency", type=read_time, metavar="TIME", help="inside a node")
     add("--inside-time-per-unit", type=read_time, metavar="TIME")
     add("--inside-bandwidth", type=read_rate, metavar="RATE")
@@ -314,18 +313,18 @@ def _parser() -> Parser:
     add("--prefetch", type=whole, default=1, metavar="N", help="fetch weights N work items ahead")
     free = "a worker sends weights to any number of workers at once"
     add("--no-fetch-contention", dest="fetch_contention", action="store_false", help=free)
-    add("--reduce-gradients", action="store_true")
+    add("--reduce-gradients", action="store_true", help="sum them over the workers of a stage")
 
     add = parser.add_argument_group("output").add_argument
     cells = "a cell shows its stage (default) or its batch, the microbatch of a pipeline"
     add("--label", choices=["stage", "batch"], default="stage", help=cells)
-    add("--svg", metavar="FILE")
+    add("--svg", metavar="FILE", help="the picture")
     add("--html", metavar="FILE", help="a page with tooltips and zoom")
-    add("--png", metavar="FILE")
+    add("--png", metavar="FILE", help="the picture; of each scheme, one")
     add("--memory", metavar="FILE", help="memory of the workers, .png or .svg")
     add("--csv", metavar="FILE", help="the table, numbers not rounded")
     add("--trace", metavar="FILE", help="for https://ui.perfetto.dev")
-    add("--width", type=characters, metavar="CHARACTERS")
+    add("--width", type=characters, metavar="CHARACTERS", help="of the picture that is printed")
     add("--color", action=argparse.BooleanOptionalAction, default=None)
     add("--quiet", action="store_true", help="print only the table")
     return parser

@@ -16,12 +16,8 @@ from titanlite.tools.simulate.quantity import show_size, show_time
 _MOST_VALUES = 6
 
 
-def details(plan: Plan, priority: Any = None, order: Any = None, needs: Any = None) -> list[str]:
+def details(plan: Plan, priority: Any, order: Any, needs: Any) -> Iterator[str]:
     """The arguments of `simulate` that are not the default, a few words each."""
-    return [*_order_details(plan, priority, order, needs), *_cost_details(plan)]
-
-
-def _order_details(plan: Plan, priority: Any, order: Any, needs: Any) -> Iterator[str]:
     if order is not None and not isinstance(getattr(order, "__self__", None), Schedule):
         yield _named("order", order)
     if priority is not None:
@@ -33,6 +29,7 @@ def _order_details(plan: Plan, priority: Any, order: Any, needs: Any) -> Iterato
         yield "split backward"
     if needs is not None:
         yield _named("needs", needs)
+    yield from _cost_details(plan)
 
 
 def _cost_details(plan: Plan) -> Iterator[str]:

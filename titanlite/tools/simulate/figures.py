@@ -26,10 +26,6 @@ def _time(value: Time, costs: Costs) -> str:
     return show_time(value, costs.time_unit)
 
 
-def _rate(value: float, costs: Costs) -> str:
-    return show_rate(value, costs.time_unit)
-
-
 def _size(value: Time, costs: Costs) -> str:
     return show_size(value, costs.size_unit)
 
@@ -40,7 +36,7 @@ COLUMNS = (
     Column("makespan", lambda s: s.makespan, _time),
     Column("lower bound", lambda s: s.lower_bound, _time),
     Column("bubble", lambda s: s.bubble_fraction, lambda value, _: f"{float(value):.1%}"),
-    Column("batches/time", lambda s: s.throughput, _rate),
+    Column("batches/time", lambda s: s.throughput, lambda v, costs: show_rate(v, costs.time_unit)),
     Column("peak held", lambda s: max(s.peak_activations)),
     PEAK_MEMORY,
     Column("sent", lambda s: max(s.activation_transmissions)),
@@ -95,10 +91,6 @@ def write_csv(rows: Sequence[Mapping[str, Any]]) -> str:
         name.replace(" ", "_").replace("/", "_per_").replace("-", "_") for name in rows[0]
     )
     for row in rows:
-        writer.writerow(_plain(value) for value in row.values())
+        # Spreadsheets do not read a Fraction, such as 1/3.
+        writer.writerow(v if isinstance(v, int | str) else float(v) for v in row.values())
     return text.getvalue()
-
-
-def _plain(value: Any) -> Any:
-    """A Fraction or a quantity as a float: spreadsheets do not read 1/3."""
-    return value if isinstance(value, int | str) else float(value)

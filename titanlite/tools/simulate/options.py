@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from titanlite.schedule.timeline import Timeline
 from titanlite.tools.options import Parser as OptionParser
-from titanlite.tools.options import require_writable, write
+from titanlite.tools.options import require_writable, whole, write
 from titanlite.tools.simulate.quantity import BYTES, SECONDS, Quantity
 from titanlite.tools.simulate.result import Simulation
 from titanlite.tools.simulate.work import SimulationError
@@ -46,10 +46,7 @@ UNUSED = {
 
 
 class Parser(OptionParser):
-    """A parser whose errors are one line, and which tells which options were given."""
-
-    def error(self, message: str) -> NoReturn:
-        raise SimulationError(message.removeprefix("argument "))
+    """A parser that tells which options were given."""
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         """All options, and the spelling of those that were given, by name."""
@@ -69,14 +66,6 @@ class Parser(OptionParser):
                     return _chosen_from(list(action.choices))
                 return action.type if callable(action.type) else str
         return None
-
-
-def whole(text: str) -> int:
-    """An integer, for an option's type."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
 def characters(text: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class Simulation:
         extras: list[Extra],
         reductions: list[ReductionTicks],
         title: str,
-        details: Sequence[str] = (),
+        details: Iterable[str] = (),
     ) -> None:
         """`starts`, `extras` and `reductions` are in the ticks of `plan`.
 
@@ -105,12 +105,6 @@ class Simulation:
         """The start of each worker's first work item and the end of its last, (0, 0) if none."""
         _, first, last = self._totals
         return list(zip(map(self._time, first), map(self._time, last), strict=True))
-
-    @property
-    def span_bubble_fraction(self) -> float:
-        """1 - max(busy) / the longest span: the bubble rate of the zero-bubble papers."""
-        busy, first, last = self._totals
-        return 1 - max(busy) / max(end - start for start, end in zip(first, last, strict=True))
 
     @cached_property
     def bubble_fraction(self) -> float:

@@ -145,6 +145,7 @@ STRATEGIES: dict[str, Callable[[Workload], Strategy]] = {
     "LoopedPipeline": looped_pipeline_parallelism,
     "FSDPLoopedPipeline": fully_sharded_looped_pipeline_parallelism,
 }
+SCHEMES = (*STRATEGIES, *SCHEDULES)
 
 
 def _group_size(workload: Workload) -> int:
@@ -243,7 +244,7 @@ def _make_schedule(scheme: str, workload: Workload) -> Schedule:
     try:
         name = schedule_name(scheme)
     except ScheduleError:
-        known = {name.lower(): name for name in (*STRATEGIES, *SCHEDULES)}
+        known = {name.lower(): name for name in SCHEMES}
         near = difflib.get_close_matches(scheme.lower(), known, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(known[n] for n in near)}? " if near else ""
         raise SimulationError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from titanlite.quantities import format_bytes
 from titanlite.tools.simulate.work import SimulationError
 
 MOST_SECONDS = 600.0
@@ -47,8 +48,9 @@ def _check(what: str, parts: Sequence[tuple[int, int, float]], instead: str) -> 
     seconds = sum(count * each for count, _, each in parts)
     if num_bytes > memory or seconds > MOST_SECONDS:
         raise SimulationError(
-            f"{what} would take about {_time(seconds)} and {_memory(num_bytes)} of memory; the "
-            f"limits are {_time(MOST_SECONDS)} and this machine's {_memory(memory)}; {instead}"
+            f"{what} would take about {_time(seconds)} and {format_bytes(num_bytes)} of memory; "
+            f"the limits are {_time(MOST_SECONDS)} and this machine's {format_bytes(memory)}; "
+            f"{instead}"
         )
 
 
@@ -57,7 +59,3 @@ def _time(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{round(seconds / length):,} {unit}"
     return f"{round(seconds)} seconds"
-
-
-def _memory(num_bytes: int) -> str:
-    return f"{-(-num_bytes // 2**30):,} GiB"

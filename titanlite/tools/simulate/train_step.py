@@ -259,7 +259,8 @@ class _StepOfRank:
         if 0 <= source < len(stages):
             values = self.gpu.receive(stages[source], f"{action} input", size)
         elif forward:
-            values = [self._own_tokens(item) for item in items]
+            wholes = [make_input(i, self.workload.tokens, self.workload.width) for i in items]
+            values = [list(split(x, self.at["cp"], self.degrees["cp"])) for x in wholes]
         else:
             values = [loss_gradient(self.outputs.pop(item)) for item in items]
         for layer in self.layers if forward else reversed(self.layers):
@@ -274,10 +275,6 @@ class _StepOfRank:
         elif forward:
             for item, x in zip(items, values, strict=True):
                 self.outcome.losses[item], self.outputs[item] = loss_of(x), x
-
-    def _own_tokens(self, item: int) -> Matrix:
-        x = make_input(item, self.workload.tokens, self.workload.width)
-        return list(split(x, self.at["cp"], self.degrees["cp"]))
 
     def _layer(self, kind: str, layer: int, items: list[int], values: list[Matrix]) -> list[Matrix]:
         """Run attention and feed-forward of one layer, or their backwards in reverse order."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Sequence
 from functools import partial
 
@@ -31,7 +30,6 @@ as llama3_debugmodel, or your own, PACKAGE.MODULE:FUNCTION. All ranks run on the
 
 exit status: 0 all agree, 1 something differs or the plan does not run, 2 bad input; see
 docs/torchtitan.md"""
-WIDTH = 100
 
 
 @telling("training on one rank and on those of the plan")
@@ -53,10 +51,9 @@ def verify(arguments: Sequence[str]) -> int:
 
 
 def _header(lines: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(
-        textwrap.fill(text, WIDTH, initial_indent=f"{name:11}", subsequent_indent=" " * 11)
-        for name, text in (*lines, ("", ""))
-    )
+    from titanlite.tools.verify.report import filled
+
+    return "\n".join(filled(text, f"{name:11}") for name, text in (*lines, ("", "")))
 
 
 DEBUG_HELP = """usage: titanlite debug torchtitan:NAME [options] [--section.key=value ...]

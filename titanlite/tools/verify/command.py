@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
-from titanlite.errors import ConfigError, TitanliteError, quote
+from titanlite.errors import ConfigError, TitanliteError, quote, suggest
 from titanlite.observe.terminal import telling
 from titanlite.ranks.machine import check_local_ranks, needs_threads
 from titanlite.start import check_start
@@ -188,7 +188,8 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def _dtype(name: str, text: str) -> str:
     if text not in DTYPES:
-        raise ConfigError(f"{name}: {quote(text)} is not supported; give {', '.join(DTYPES)}")
+        advice = suggest(text, DTYPES, f"give {', '.join(DTYPES)}")
+        raise ConfigError(f"{name}: {quote(text)} is not supported; {advice}")
     return text
 
 

@@ -22,6 +22,7 @@ import math
 import os
 import random
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,6 +35,7 @@ from titanlite.config.toml import put
 from titanlite.errors import ConfigError, quote
 from titanlite.files import read_bytes
 from titanlite.mesh.parallel_dims import AXES, GRID, axes_where, divisors
+from titanlite.observe.terminal import is_terminal
 from titanlite.parallelize.steps import FEATURES
 from titanlite.quantities import format_duration
 from titanlite.schedule import SCHEDULES
@@ -41,7 +43,7 @@ from titanlite.tools.options import write
 from titanlite.tools.verify.covering import Choice, cover_pairs, pairs
 from titanlite.tools.verify.jobs import switch_off
 from titanlite.tools.verify.junit import Case, to_junit
-from titanlite.tools.verify.report import describe_key
+from titanlite.tools.verify.report import describe_key, filled
 from titanlite.tools.verify.verify import Verification, Verifier
 
 OFF = "-"
@@ -256,6 +258,7 @@ def run_matrix(
     )
     # The caller closes a verifier that it passes in.
     opened = contextlib.nullcontext(verifier) if verifier else Verifier(threads=threads)
+    began = time.monotonic()
     with opened as ranks, lines:
         # A killed run may have left an incomplete last line.
         lines.write("\n" if lines.tell() else "")
@@ -266,7 +269,7 @@ def run_matrix(
                 results[_key(choice)] = result
                 lines.write(json.dumps(result) + "\n")
                 lines.flush()
-                _show(out, result, index + 1, len(todo))
+                _show(out, result, index + 1, len(todo), time.monotonic() - began)
         finally:
             shown = [results[_key(choice)] for choice in choices if _key(choice) in results]
             page = draw_overview(shown, features, num_ranks, choices)
@@ -378,13 +381,18 @@ def _case(result: Mapping[str, Any]) -> Case:
     return Case(name_of(result["choice"]), result["seconds"], failure)
 
 
-def _show(out: TextIO, result: dict[str, Any], done: int, total: int) -> None:
-    """Print the line of a plan."""
+def _show(out: TextIO, result: dict[str, Any], done: int, total: int, seconds: float) -> None:
+    """Print the line of a plan, and on a terminal below it for now how long the others take."""
     mark = "agrees " if result["agrees"] else "DIFFERS"
     largest = result.get("largest")
     figure = "" if largest is None else f"{largest:.0e}"
     line = f"{done:4}/{total} {mark} {figure:6} {result['seconds']:5.1f} s  "
-    print(line + name_of(result["choice"]), file=out, flush=True)
+    line += name_of(result["choice"])
+    if is_terminal(out):
+        print(f"\033[K{filled(line, indent=' ' * 27)}", file=out)
+        left = format_duration(seconds / done * (total - done))
+        line = f"{done / total:.0%} done, about {left} left" if done < total else ""
+    print(line, end="\r" if is_terminal(out) else "\n", file=out, flush=True)
 
 
 def _summary(shown: list[dict[str, Any]], wrong: list[dict[str, Any]], seconds: float) -> str:

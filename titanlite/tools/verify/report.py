@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
+import sys
 import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from titanlite.observe.terminal import DEFAULT_WIDTH, is_terminal, terminal_width
 from titanlite.quantities import format_table
 from titanlite.tools.verify.differences import NARROW_TOLERANCE, NUMBERS, Disagreement, Key, badness
 from titanlite.tools.verify.result import Result, Verification
 from titanlite.tools.verify.wording import listed
 
-WIDTH = 100
 # The lines about tokens that are routed elsewhere.
 MOST_MOVED = 6
-HEADINGS = ("step", "loss", "norm", "worst gradient", "worst weight", "state")
+KINDS = ("loss", "norm", "gradient", "weight", "state")
 
 
 def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
@@ -27,12 +27,11 @@ def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
     how = "in one batch" if found.reference_parts == 1 else f"{size} at a time"
     ranks = f"{found.job.dims.world_size} ranks{' as threads' if found.threads else ''}"
     lines = [
-        f"plan       {found.job.dims.describe()}{ep}, {ranks}: {source}",
-        f"reference  the same {batch} sequences per step on one process, {how}; {found.dtype}",
+        ("plan", f"{found.job.dims.describe()}{ep}, {ranks}: {source}"),
+        ("reference", f"the same {batch} sequences per step on one process, {how}; {found.dtype}"),
+        ("shrunk", ", ".join(shrunk)),
     ]
-    if shrunk:
-        lines.append(f"shrunk     {', '.join(shrunk)}")
-    return "\n".join(lines)
+    return "\n".join(filled(text, f"{name:11}") for name, text in lines if text)
 
 
 def format_verification(found: Verification, header: str = "") -> str:
@@ -44,10 +43,7 @@ def format_verification(found: Verification, header: str = "") -> str:
             lines.append(f"and in {len(found.moved) - MOST_MOVED} more layers and steps")
         how = "without the replay of the reference's routing, some" if found.replays else "some"
         text += f"\n\nnote: {how} tokens go to other experts than on one process:\n"
-        text += "\n".join(
-            textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
-            for line in lines
-        )
+        text += "\n".join(filled(line, "  ", "    ") for line in lines)
     return text
 
 
@@ -69,38 +65,44 @@ def format_result(found: Result, dtype: str, header: str = "") -> str:
             f"note: {names} {verb} to a narrower dtype inside this {dtype} run, so the "
             f"tolerance is at least {NARROW_TOLERANCE:.0e} and smaller errors are not found",
         )
-    blocks = [*map(_filled, texts), header, _table(found) if found.differences else ""]
-    return "\n\n".join(block for block in [*blocks, *map(_filled, notes)] if block)
+    blocks = [*map(filled, texts), header, _table(found) if found.differences else ""]
+    return "\n\n".join(block for block in [*blocks, *map(filled, notes)] if block)
 
 
-def _filled(text: str) -> str:
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+def filled(text: str, begin: str = "", indent: str | None = None) -> str:
+    """`text` after `begin`, in lines that fit a terminal, or of 100 characters."""
+    width = min(DEFAULT_WIDTH, terminal_width(sys.stdout))
+    after = " " * len(begin) if indent is None else indent
+    wrapper = textwrap.TextWrapper(width, begin, after, break_on_hyphens=False)
+    wrapper.break_long_words = False
+    return wrapper.fill(text)
 
 
 def _table(found: Result) -> str:
-    rows = []
+    """A row for each step; where that is too wide, one for each of its figures."""
+    rows, narrow = [], []
     for step, of_step in enumerate(found.differences):
-        kinds = ("start",) if step == 0 else ("loss", "norm", "gradient", "weight", "state")
-        cells = {kind: _cell(found, step, of_step, kind) for kind in kinds}
-        rows.append(
-            (
-                "start" if step == 0 else str(step),
-                cells.get("loss", ""),
-                cells.get("norm", ""),
-                cells.get("gradient", ""),
-                cells.get("weight", cells.get("start", "")),
-                re.split(r"  |\(| (?=[a-z])", cells.get("state", ""))[0].strip(),
-            )
-        )
-    return format_table(HEADINGS, rows, left=HEADINGS[1:])
+        name = str(step or "start")
+        kinds = KINDS if step else ("", "", "", "start", "")
+        cells = [_cell(found, step, of_step, kind) for kind in kinds]
+        *most, (state, _) = cells
+        joined = [f"{figure:8} {of}".rstrip() for figure, of in most]
+        rows.append((name, *joined, state.partition(" (")[0]))
+        shown = [(kind, *cell) for kind, cell in zip(KINDS, cells, strict=True) if cell[0]]
+        narrow += [(name * (row == shown[0]), *row) for row in shown]
+    headings = ("step", "loss", "norm", "worst gradient", "worst weight", "state")
+    table = format_table(headings, rows, left=headings[1:])
+    if not is_terminal(sys.stdout) or table.index("-\n") < terminal_width(sys.stdout):
+        return table
+    short = ("step", "worst", "difference", "of")
+    return format_table(short, narrow, left=short[1:])
 
 
-def _cell(found: Result, step: int, of_step: Mapping[Key, float], kind: str) -> str:
-    """The difference that is largest relative to its tolerance; "!" if any is too large."""
+def _cell(found: Result, step: int, of_step: Mapping[Key, float], kind: str) -> tuple[str, str]:
+    """The difference that is largest relative to its tolerance, "!" if any is too large, and of."""
     values = {key: value for key, value in of_step.items() if key[0] == kind}
     if not values:
-        return ""
-
+        return "", ""
     worst = max(values, key=lambda k: (badness(values[k], found.tolerance.of(step, k)), values[k]))
     text = _figure(values[worst])
     failed = [f for f in found.failures if f.step == step and f.kind == kind]
@@ -108,7 +110,7 @@ def _cell(found: Result, step: int, of_step: Mapping[Key, float], kind: str) -> 
         text += " !"
         if len(values) > 1:
             text += f" ({len(failed)} of {len(values)})"
-    return f"{text:8} {worst[1]}".rstrip()
+    return text, worst[1]
 
 
 def _figure(value: float) -> str:

@@ -81,8 +81,8 @@ def test_a_mistake_is_one_line_with_its_key(
 
 
 def test_an_unknown_name_or_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'a1000' is not known; give one of a100, b200"):
-        load_hardware("a1000")
+    with pytest.raises(ConfigError, match="'mine' is not known; give one of a100, b200"):
+        load_hardware("mine")
     with pytest.raises(ConfigError, match=r"none\.toml cannot be read \(No such file"):
         load_hardware(str(tmp_path / "none.toml"))
     path = tmp_path / "mine.toml"

@@ -171,7 +171,10 @@ def test_ladder_without_any_cost_takes_no_time(capsys):
         ("simulate DDP --workers 2.5", "--workers: '2.5' is not a whole number"),
         ("simulate DDP --workers", "--workers: expected one argument"),
         ("simulate DDP --speed 3", "unrecognized arguments: --speed 3"),
-        ("simulate DDP --priority fast", "--priority: invalid choice: 'fast'"),
+        (
+            "simulate DDP --priority fast",
+            "--priority: there is no 'fast'; choose from oldest-batch",
+        ),
         ("simulate DDP --width 3", "--width: 3 is too narrow; give at least 30"),
         ("simulate DDP --quiet --width 80", "--width: --quiet draws no picture"),
         ("simulate DDP --svg out.png", "--svg: the name 'out.png' must end in .svg"),
@@ -236,7 +239,6 @@ def test_ladder_without_any_cost_takes_no_time(capsys):
         ("simulate ladder --dp 2 --microbatch 3", "16 items of a rank do not divide evenly"),
         ("simulate ladder --png picture.png", "unrecognized arguments: --png picture.png"),
         ("simulate ladder --svg picture.txt", "--svg: the name 'picture.txt' must end in .svg"),
-        ("simulate ladder --scheme GPipe", "unrecognized arguments"),
         # Sweeps.
         ("simulate 1F1B --sweep workers=4 --html x.html", "--html: a sweep draws no timelines"),
         ("simulate 1F1B --sweep workers=4 --workers 4", "--workers: --sweep gives its values"),
@@ -269,9 +271,7 @@ def test_broken_strategy_file_gets_one_line(tmp_path, capsys):
     assert "there is no function 'strategy'" in capsys.readouterr().err
 
 
-def test_help_lists_commands_and_schemes(capsys):
-    assert main(["--help"]) == 0
-    assert "simulate" in capsys.readouterr().out
+def test_help_lists_schemes(capsys):
     assert main(["simulate", "--help"]) == 0
     printed = capsys.readouterr().out
     assert all(scheme in printed for scheme in ("LoopedPipeline", "DualPipeV", "ladder"))

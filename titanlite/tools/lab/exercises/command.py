@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlite.errors import ConfigError, TitanliteError
+from titanlite.errors import ConfigError
 from titanlite.observe.terminal import telling
 from titanlite.tools.lab.exercises import EXERCISES
 from titanlite.tools.lab.exercises.exercise import Exercise, load_answer, load_exercise
 from titanlite.tools.options import Parser, write
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if the answer is right or nothing was judged, 1 if it is wrong, 2 for misuse."""
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0 if the answer is right or nothing was judged, 1 if it is wrong."""
     parser = Parser(
         prog="titanlite lab exercise",
         description="Exercises of the lab's notes, judged on real ranks. "
@@ -31,17 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--picture", type=Path, metavar="FILE.svg", help="draw your messages; with .html, a page")
     add("--json", type=Path, metavar="FILE", help="write points, for a grader")
     options = parser.parse_args(arguments)
-    try:
-        return _run(options)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except TitanliteError as error:
-        print(f"{options.name}: {error}", file=sys.stderr)
-        return 1
-
-
-def _run(options: argparse.Namespace) -> int:
     if options.name is None:
         if options.start or options.hint or options.solution or options.picture or options.json:
             raise ConfigError("exercise: name one; `titanlite lab exercise` lists them")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, suggest
 from titanlite.tools.lab.exercises import EXERCISES
 from titanlite.tools.lab.mesh import Mesh
 
@@ -64,9 +64,8 @@ class Exercise:
 def load_exercise(name: str) -> Exercise:
     """The exercise of a name. Raises ConfigError for an unknown one."""
     if name not in EXERCISES:
-        raise ConfigError(
-            f"exercise: there is no {name!r}; `titanlite lab exercise` lists all {len(EXERCISES)}"
-        )
+        every = f"`titanlite lab exercise` lists all {len(EXERCISES)}"
+        raise ConfigError(f"exercise: there is no {name!r}; {suggest(name, EXERCISES, every)}")
     return importlib.import_module(f"{__package__}.{name}").EXERCISE
 
 

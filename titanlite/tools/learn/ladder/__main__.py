@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from titanlite.errors import TitanliteError
-from titanlite.ranks.signals import ending_with_the_output
+from titanlite.errors import suggest
 from titanlite.tools.learn.ladder.show import describe
+from titanlite.tools.options import fitted
 from titanlite.tools.simulate.work import SimulationError
 
 # What is typed -> the script's module, and the name of its rung in the table.
@@ -35,25 +34,20 @@ table of all rungs."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the scripts that the first argument names, and return the exit status."""
+    """Run the scripts that the first argument names, and return the exit status.
+
+    Raises SimulationError.
+    """
     name, *options = arguments or ["--help"]
     if name in ("-h", "--help"):
-        print(USAGE)
+        print(fitted(USAGE))
         return 0
-    try:
-        chosen = [name] if name in SCRIPTS else [n for n in SCRIPTS if n.startswith(f"{name}-")]
-        if not chosen:
-            raise SimulationError(f"no rung {name!r}; choose from {', '.join(SCRIPTS)}")
-        for number, each in enumerate(chosen):
-            module, rung = SCRIPTS[each]
-            train = import_module(f"titanlite.tools.learn.ladder.{module}").train
-            print("\n" * (2 * number > 0) + describe(rung, train, options))
-    except TitanliteError as error:
-        print(f"ladder: {error}", file=sys.stderr)
-        return 2
+    chosen = [name] if name in SCRIPTS else [n for n in SCRIPTS if n.startswith(f"{name}-")]
+    if not chosen:
+        every = f"choose from {', '.join(SCRIPTS)}"
+        raise SimulationError(f"no rung {name!r}; {suggest(name, SCRIPTS, every)}")
+    for number, each in enumerate(chosen):
+        module, rung = SCRIPTS[each]
+        train = import_module(f"titanlite.tools.learn.ladder.{module}").train
+        print("\n" * (2 * number > 0) + describe(rung, train, options))
     return 0
-
-
-if __name__ == "__main__":
-    with ending_with_the_output():
-        sys.exit(main(sys.argv[1:]))

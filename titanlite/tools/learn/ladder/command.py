@@ -17,17 +17,11 @@ from titanlite.tools.learn.ladder.rungs import (
     make_rungs,
     run_rung,
 )
+from titanlite.tools.options import positive
 from titanlite.tools.simulate.exact import exact
 from titanlite.tools.simulate.gpu import ETHERNET
 from titanlite.tools.simulate.network import Link, Network
-from titanlite.tools.simulate.options import (
-    Parser,
-    check_outputs,
-    factor,
-    number,
-    whole,
-    write_timelines,
-)
+from titanlite.tools.simulate.options import Parser, check_outputs, factor, number, write_timelines
 from titanlite.tools.simulate.train_step import StepWorkload
 from titanlite.tools.simulate.work import SimulationError
 
@@ -107,18 +101,18 @@ def add_arguments(parser: argparse.ArgumentParser, axes: Collection[str] = CLIMB
     """The options that the ladder and the scripts of its rungs share: size, degrees, network."""
     add = parser.add_argument_group("degrees").add_argument
     for axis in axes:
-        add(f"--{axis}", type=degree, metavar="N", help=AXES[axis])
+        add(f"--{axis}", type=positive, metavar="N", help=AXES[axis])
     add = parser.add_argument_group("workload").add_argument
     for each in fields(StepWorkload):
         is_count = isinstance(each.default, int) and "units" not in each.name
         name, default = f"--{each.name.replace('_', '-')}", f"default: {each.default}"
-        kind, unit = (degree, "N") if is_count else (number, "UNITS")
+        kind, unit = (positive, "N") if is_count else (number, "UNITS")
         add(name, type=kind, metavar=unit, help=default)
     add = parser.add_argument_group("network").add_argument
     link = ETHERNET.between
     add("--latency", type=number, default=link.latency_seconds, metavar="SECONDS", help="a message")
     add("--time-per-unit", type=number, default=link.seconds_per_unit, metavar="SECONDS")
-    add("--workers-per-node", type=degree, default=1, metavar="N")
+    add("--workers-per-node", type=positive, default=1, metavar="N")
     faster = "how much faster links inside a node are (default: 10)"
     add("--inside-speedup", type=factor, metavar="FACTOR", help=faster)
 
@@ -135,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--overlap", action="store_true", help="sum gradients during the last backward pass")
     add(
         "--microbatch",
-        type=lambda text: None if text == "all" else degree(text),
+        type=lambda text: None if text == "all" else positive(text),
         default=1,
         metavar="N",
         help="items per microbatch (default: 1), or `all` items of a rank",
@@ -146,11 +140,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--quiet", action="store_true", help="print only the table")
     add("--sleep", action="store_true", help="run in real time")
     return parser
-
-
-def degree(text: str) -> int:
-    """A number of at least 1, for an option's type."""
-    value = whole(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value

@@ -11,54 +11,69 @@ Run it: titanlite ladder 0d --items 8
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from titanlite.mesh.parallel_dims import Grid
+from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.integer_model import (
-    add,
-    loss_gradient,
-    loss_of,
-    make_input,
-    make_layers,
-)
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
 def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     # The model: for each layer an attention and a feed-forward.
-    model = make_layers(range(work.layers), work.width)
-    weight_units = work.layer_gradient_units
+    model = integers.make_layers(range(work.layers), work.width)
 
     # Weights, gradients and the two moments of Adam, all of the same size.
-    gpu.allocate("model", 4 * weight_units * work.layers)
+    gpu.allocate("model", 4 * work.layer_gradient_units * work.layers)
 
     outcome = Outcome()
     for item in range(work.items):
-        gpu.allocate("activations", work.activation_units * work.layers)
-
-        # Forward pass: every part of a layer is added to its input.
-        x = make_input(item, work.tokens, work.width)
-        for part in model:
-            gpu.compute(
-                "forward",
-                part.share * work.layer_units("F"),
-                memory_units=part.share * weight_units,
-                work=("F", part.layer, item),
-            )
-            x = add(x, part.forward(item, x))
-        outcome.losses[item] = loss_of(x)
-
-        # Backward pass: from the last part to the first. Each adds to its own gradients.
-        gradient = loss_gradient(x)
-        for part in reversed(model):
-            gpu.compute(
-                "backward",
-                part.share * work.layer_units("B"),
-                memory_units=part.share * weight_units,
-                work=("B", part.layer, item),
-            )
-            gradient = add(gradient, part.backward(item, gradient))
-        gpu.free("activations")
+        run_item(gpu, model, work, item, outcome)
 
     # One step of gradient descent.
     outcome.store(model)
     return outcome
+
+
+def run_item(
+    gpu: GPU,
+    model: Sequence[integers.Part],
+    work: StepWorkload,
+    item: int,
+    outcome: Outcome,
+    **shards: Any,
+) -> None:
+    """Both passes of an item through all layers; `shards` are options of `run_layers`."""
+    gpu.allocate("activations", work.activation_units * work.layers)
+    x = integers.make_input(item, work.tokens, work.width)
+    x = run_layers(gpu, model, work, "F", item, x, **shards)
+    outcome.losses[item] = integers.loss_of(x)
+    run_layers(gpu, model, work, "B", item, integers.loss_gradient(x), **shards)
+    gpu.free("activations")
+
+
+def run_layers(
+    gpu: GPU,
+    model: Sequence[integers.Part],
+    work: StepWorkload,
+    kind: str,
+    item: int,
+    x: integers.Matrix,
+    *,
+    weight_shards: int = 1,
+    token_shards: int = 1,
+    complete: Callable[[integers.Matrix], integers.Matrix] = lambda output: output,
+) -> integers.Matrix:
+    """The forward ("F") or backward ("B") pass of an item: every part adds to its input.
+
+    A backward pass goes from the last part to the first, and each adds to its own gradients. Where
+    a rank has shards of the weights, its output is a partial sum; `complete` makes it whole.
+    """
+    for part in model if kind == "F" else reversed(model):
+        units = part.share * work.layer_units(kind) / weight_shards / token_shards
+        memory = part.share * work.layer_gradient_units / weight_shards
+        gpu.compute(kind, units, memory_units=memory, work=(kind, part.layer, item))
+        output = part.forward(item, x) if kind == "F" else part.backward(item, x)
+        x = integers.add(x, complete(output))
+    return x

@@ -12,6 +12,7 @@ Run it: titanlite ladder 1d-relay --dp 8
 from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
+from titanlite.tools.learn.ladder.rung_0d import run_item
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.gpu import GPU
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
@@ -20,26 +21,12 @@ from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     ranks, here = grid.degrees["dp"], gpu.global_rank
     model = integers.make_layers(range(work.layers), work.width)
-    weight_units = work.layer_gradient_units
-    gpu.allocate("model", 4 * weight_units * work.layers)
+    gpu.allocate("model", 4 * work.layer_gradient_units * work.layers)
 
     outcome = Outcome()
     own = work.items // ranks
     for item in range(here * own, (here + 1) * own):
-        gpu.allocate("activations", work.activation_units * work.layers)
-        x = integers.make_input(item, work.tokens, work.width)
-        for part in model:
-            units, memory = part.share * work.layer_units("F"), part.share * weight_units
-            gpu.compute("forward", units, memory_units=memory, work=("F", part.layer, item))
-            x = integers.add(x, part.forward(item, x))
-        outcome.losses[item] = integers.loss_of(x)
-
-        gradient = integers.loss_gradient(x)
-        for part in reversed(model):
-            units, memory = part.share * work.layer_units("B"), part.share * weight_units
-            gpu.compute("backward", units, memory_units=memory, work=("B", part.layer, item))
-            gradient = integers.add(gradient, part.backward(item, gradient))
-        gpu.free("activations")
+        run_item(gpu, model, work, item, outcome)
 
     # The relay: ranks - 1 hops add up the gradients, and one more brings the sum to rank 0.
     gradients = integers.gradients_of(model)

@@ -16,6 +16,7 @@ Run it: titanlite ladder 2d-pp --pp 4 --dp 1
 from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
+from titanlite.tools.learn.ladder.rung_0d import run_layers
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
@@ -40,10 +41,7 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
             x = integers.make_input(item, work.tokens, work.width)
         else:
             x = gpu.receive(pipeline[stage - 1], "activation", work.activation_units)
-        for part in model:
-            units, memory = part.share * work.layer_units("F"), part.share * weight_units
-            gpu.compute("forward", units, memory_units=memory, work=("F", part.layer, item))
-            x = integers.add(x, part.forward(item, x))
+        x = run_layers(gpu, model, work, "F", item, x)
         if stage == last:
             outcome.losses[item], outputs[item] = integers.loss_of(x), x
         else:
@@ -54,10 +52,7 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
             gradient = integers.loss_gradient(outputs.pop(item))
         else:
             gradient = gpu.receive(pipeline[stage + 1], "gradient", work.activation_units)
-        for part in reversed(model):
-            units, memory = part.share * work.layer_units("B"), part.share * weight_units
-            gpu.compute("backward", units, memory_units=memory, work=("B", part.layer, item))
-            gradient = integers.add(gradient, part.backward(item, gradient))
+        gradient = run_layers(gpu, model, work, "B", item, gradient)
         gpu.free(f"activations {item}")
         if stage > 0:
             gpu.send(pipeline[stage - 1], "gradient", work.activation_units, gradient)

@@ -15,6 +15,7 @@ Run it: titanlite ladder 2d-tp --workers-per-node 2
 from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
+from titanlite.tools.learn.ladder.rung_0d import run_item
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import all_reduce_matrix, ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
@@ -25,6 +26,9 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     at, ways = grid.coordinates(gpu.global_rank), grid.degrees["tp"]
     group, replicas = grid.group(gpu.global_rank, "tp"), grid.group(gpu.global_rank, "dp")
 
+    def complete(partial: integers.Matrix) -> integers.Matrix:
+        return all_reduce_matrix(gpu, group, "output", work.activation_units, partial)
+
     # All layers, but of each weight only shard number at["tp"].
     model = integers.make_layers(range(work.layers), work.width, at["tp"], ways)
     weight_units = work.layer_gradient_units / ways
@@ -33,25 +37,7 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     # Ranks of a group have the same items, and the same activations between two parts.
     outcome = Outcome()
     for item in integers.split(range(work.items), at["dp"], grid.degrees["dp"]):
-        gpu.allocate("activations", work.activation_units * work.layers)
-        x = integers.make_input(item, work.tokens, work.width)
-        for part in model:
-            units, memory = part.share * work.layer_units("F") / ways, part.share * weight_units
-            gpu.compute("forward", units, memory_units=memory, work=("F", part.layer, item))
-            partial = part.forward(item, x)
-            x = integers.add(
-                x, all_reduce_matrix(gpu, group, "output", work.activation_units, partial)
-            )
-        outcome.losses[item] = integers.loss_of(x)
-
-        gradient = integers.loss_gradient(x)
-        for part in reversed(model):
-            units, memory = part.share * work.layer_units("B") / ways, part.share * weight_units
-            gpu.compute("backward", units, memory_units=memory, work=("B", part.layer, item))
-            partial = part.backward(item, gradient)
-            total = all_reduce_matrix(gpu, group, "gradient", work.activation_units, partial)
-            gradient = integers.add(gradient, total)
-        gpu.free("activations")
+        run_item(gpu, model, work, item, outcome, weight_shards=ways, complete=complete)
 
     size = weight_units * work.layers
     summed = ring_all_reduce(gpu, replicas, "gradients", size, integers.gradients_of(model))

@@ -13,8 +13,11 @@ Run it: titanlite ladder 3d --workers-per-node 2
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.schedule import make_schedule
+from titanlite.tools.learn.ladder.rung_0d import run_layers
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import all_reduce_matrix, ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
@@ -23,48 +26,61 @@ from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     at, ways = grid.coordinates(gpu.global_rank), grid.degrees["tp"]
-    pipeline, replicas, group = (grid.group(gpu.global_rank, axis) for axis in ("pp", "dp", "tp"))
-    stage, stages = at["pp"], grid.degrees["pp"]
-    layers = integers.split(range(work.layers), stage, stages)
+    replicas, group = grid.group(gpu.global_rank, "dp"), grid.group(gpu.global_rank, "tp")
+    layers = integers.split(range(work.layers), at["pp"], grid.degrees["pp"])
     items = integers.split(range(work.items), at["dp"], grid.degrees["dp"])
 
     model = integers.make_layers(layers, work.width, at["tp"], ways)
-    weight_units = work.layer_gradient_units / ways
-    gpu.allocate("model", 4 * weight_units * len(layers))
+    size = work.layer_gradient_units / ways * len(layers)
+    gpu.allocate("model", 4 * size)
+
+    def complete(partial: integers.Matrix) -> integers.Matrix:
+        return all_reduce_matrix(gpu, group, "output", work.activation_units, partial)
 
     def run(kind: str, item: int, x: integers.Matrix) -> integers.Matrix:
         """The forward or backward pass of this rank's layers, with the all-reduces of tp."""
-        for part in model if kind == "F" else reversed(model):
-            units, memory = part.share * work.layer_units(kind) / ways, part.share * weight_units
-            gpu.compute(kind, units, memory_units=memory, work=(kind, part.layer, item))
-            partial = part.forward(item, x) if kind == "F" else part.backward(item, x)
-            x = integers.add(x, all_reduce_matrix(gpu, group, kind, work.activation_units, partial))
-        return x
+        return run_layers(gpu, model, work, kind, item, x, weight_shards=ways, complete=complete)
 
-    # The pipeline, in the order of 1F1B. An item passes the stages forward, then backward.
+    outcome = run_pipeline(gpu, grid, work, items, run)
+    total = ring_all_reduce(gpu, replicas, "gradients", size, integers.gradients_of(model))
+    integers.set_gradients(model, total)
+    outcome.store(model)
+    return outcome
+
+
+def run_pipeline(
+    gpu: GPU,
+    grid: Grid,
+    work: StepWorkload,
+    items: Sequence[int],
+    run: Callable[[str, int, integers.Matrix], integers.Matrix],
+) -> Outcome:
+    """The pipeline, in the order of 1F1B. An item passes the stages forward, then backward.
+
+    `run` is a pass of an item through this rank's layers. With cp, a rank has a part of the tokens.
+    """
+    at, pipeline = grid.coordinates(gpu.global_rank), grid.group(gpu.global_rank, "pp")
+    stage, stages, parts = at["pp"], len(pipeline), grid.degrees["cp"]
+    size, num_layers = work.activation_units / parts, work.layers // stages
     outcome = Outcome()
     outputs: dict[int, integers.Matrix] = {}  # of the last stage, for the backward pass
     for action in make_schedule("1F1B", stages, len(items)).actions[stage]:
         item, is_forward = items[action.microbatch or 0], action.kind == "F"
         source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
         if is_forward:
-            gpu.allocate(f"activations {item}", work.activation_units * len(layers))
+            gpu.allocate(f"activations {item}", size * num_layers)
         if 0 <= source < stages:
-            x = gpu.receive(pipeline[source], str(action), work.activation_units)
+            x = gpu.receive(pipeline[source], str(action), size)
         elif is_forward:
-            x = integers.make_input(item, work.tokens, work.width)
+            whole = integers.make_input(item, work.tokens, work.width)
+            x = list(integers.split(whole, at["cp"], parts))
         else:
             x = integers.loss_gradient(outputs.pop(item))
         x = run(action.kind, item, x)
         if 0 <= target < stages:
-            gpu.send(pipeline[target], str(action), work.activation_units, x)
+            gpu.send(pipeline[target], str(action), size, x)
         elif is_forward:
             outcome.losses[item], outputs[item] = integers.loss_of(x), x
         if not is_forward:
             gpu.free(f"activations {item}")
-
-    size = weight_units * len(layers)
-    total = ring_all_reduce(gpu, replicas, "gradients", size, integers.gradients_of(model))
-    integers.set_gradients(model, total)
-    outcome.store(model)
     return outcome

@@ -16,7 +16,8 @@ Run it: titanlite ladder 4d-cp --activation-units 400 --key-value-units 200
 from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.schedule import make_schedule
+from titanlite.tools.learn.ladder.rung_0d import run_layers
+from titanlite.tools.learn.ladder.rung_3d import run_pipeline
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import (
     all_reduce_matrix,
@@ -30,61 +31,33 @@ from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     at, ways = grid.coordinates(gpu.global_rank), grid.degrees["tp"]
-    pipeline, group, ring = (grid.group(gpu.global_rank, axis) for axis in ("pp", "tp", "cp"))
+    group, ring = grid.group(gpu.global_rank, "tp"), grid.group(gpu.global_rank, "cp")
     replicas = grid.group(gpu.global_rank, "dp", "cp")
-    stage, stages = at["pp"], grid.degrees["pp"]
-    layers = integers.split(range(work.layers), stage, stages)
+    layers = integers.split(range(work.layers), at["pp"], grid.degrees["pp"])
     items = integers.split(range(work.items), at["dp"], grid.degrees["dp"])
 
-    # This rank's tokens, and how it exchanges the keys of its heads.
-    here = work.tokens // len(ring)
-    tokens = slice(at["cp"] * here, (at["cp"] + 1) * here)
+    # How this rank exchanges the keys of its heads: those of its own tokens with those of others.
     boundary, key_units = work.activation_units / len(ring), work.key_value_units / ways
     model = integers.make_layers(
         layers,
         work.width,
         at["tp"],
         ways,
-        first=tokens.start,
+        first=at["cp"] * work.tokens // len(ring),
         gather_keys=lambda keys: gather_rows(gpu, ring, "keys", key_units, keys),
         scatter_gradients=lambda grads: scatter_rows(gpu, ring, "key gradients", key_units, grads),
     )
-    weight_units = work.layer_gradient_units / ways
-    gpu.allocate("model", 4 * weight_units * len(layers))
+    size = work.layer_gradient_units / ways * len(layers)
+    gpu.allocate("model", 4 * size)
+    shards = {"weight_shards": ways, "token_shards": len(ring)}
+
+    def complete(partial: integers.Matrix) -> integers.Matrix:
+        return all_reduce_matrix(gpu, group, "output", boundary, partial)
 
     def run(kind: str, item: int, x: integers.Matrix) -> integers.Matrix:
-        """The forward or backward pass of this rank's layers, with the all-reduces of tp."""
-        for part in model if kind == "F" else reversed(model):
-            units = part.share * work.layer_units(kind) / ways / len(ring)
-            memory = part.share * weight_units
-            gpu.compute(kind, units, memory_units=memory, work=(kind, part.layer, item))
-            partial = part.forward(item, x) if kind == "F" else part.backward(item, x)
-            x = integers.add(x, all_reduce_matrix(gpu, group, kind, boundary, partial))
-        return x
+        return run_layers(gpu, model, work, kind, item, x, **shards, complete=complete)
 
-    # The pipeline, in the order of 1F1B. An item passes the stages forward, then backward.
-    outcome = Outcome()
-    outputs: dict[int, integers.Matrix] = {}  # of the last stage, for the backward pass
-    for action in make_schedule("1F1B", stages, len(items)).actions[stage]:
-        item, is_forward = items[action.microbatch or 0], action.kind == "F"
-        source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
-        if is_forward:
-            gpu.allocate(f"activations {item}", boundary * len(layers))
-        if 0 <= source < stages:
-            x = gpu.receive(pipeline[source], str(action), boundary)
-        elif is_forward:
-            x = integers.make_input(item, work.tokens, work.width)[tokens]
-        else:
-            x = integers.loss_gradient(outputs.pop(item))
-        x = run(action.kind, item, x)
-        if 0 <= target < stages:
-            gpu.send(pipeline[target], str(action), boundary, x)
-        elif is_forward:
-            outcome.losses[item], outputs[item] = integers.loss_of(x), x
-        if not is_forward:
-            gpu.free(f"activations {item}")
-
-    size = weight_units * len(layers)
+    outcome = run_pipeline(gpu, grid, work, items, run)
     total = ring_all_reduce(gpu, replicas, "gradients", size, integers.gradients_of(model))
     integers.set_gradients(model, total)
     outcome.store(model)

@@ -16,7 +16,7 @@ Run it: titanlite ladder 4d-ep --experts 8
 from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.schedule import make_schedule
+from titanlite.tools.learn.ladder.rung_3d import run_pipeline
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import all_reduce_matrix, all_to_all, ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
@@ -25,9 +25,8 @@ from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     at, ways = grid.coordinates(gpu.global_rank), grid.degrees["tp"]
-    pipeline, group, peers = (grid.group(gpu.global_rank, axis) for axis in ("pp", "tp", "ep"))
-    stage, stages = at["pp"], grid.degrees["pp"]
-    layers = integers.split(range(work.layers), stage, stages)
+    group, peers = grid.group(gpu.global_rank, "tp"), grid.group(gpu.global_rank, "ep")
+    layers = integers.split(range(work.layers), at["pp"], grid.degrees["pp"])
 
     # This rank's experts, and its items: first those of its own experts.
     here = integers.split(range(work.experts), at["ep"], len(peers))
@@ -61,31 +60,14 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
         returned = all_to_all(gpu, peers, "combine", work.activation_units, answers)
         return next(y for answer in returned for _, y in answer)
 
-    order = [(layer, run) for layer in layers for run in (run_attention, run_experts)]
+    order = [(layer, one) for layer in layers for one in (run_attention, run_experts)]
 
-    # The pipeline, in the order of 1F1B. An item passes the stages forward, then backward.
-    outcome = Outcome()
-    outputs: dict[int, integers.Matrix] = {}  # of the last stage, for the backward pass
-    for action in make_schedule("1F1B", stages, len(items)).actions[stage]:
-        item, is_forward = items[action.microbatch or 0], action.kind == "F"
-        source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
-        if is_forward:
-            gpu.allocate(f"activations {item}", work.activation_units * len(layers))
-        if 0 <= source < stages:
-            x = gpu.receive(pipeline[source], str(action), work.activation_units)
-        elif is_forward:
-            x = integers.make_input(item, work.tokens, work.width)
-        else:
-            x = integers.loss_gradient(outputs.pop(item))
-        for layer, run in order if is_forward else reversed(order):
-            x = integers.add(x, run(action.kind, layer, item, x))
-        if 0 <= target < stages:
-            gpu.send(pipeline[target], str(action), work.activation_units, x)
-        elif is_forward:
-            outcome.losses[item], outputs[item] = integers.loss_of(x), x
-        if not is_forward:
-            gpu.free(f"activations {item}")
+    def run(kind: str, item: int, x: integers.Matrix) -> integers.Matrix:
+        for layer, one in order if kind == "F" else reversed(order):
+            x = integers.add(x, one(kind, layer, item, x))
+        return x
 
+    outcome = run_pipeline(gpu, grid, work, items, run)
     # The gradients of an expert are summed over dp alone, those of attentions over dp x ep.
     for expert in (None, *here):
         parts = [part for part in model if part.expert == expert]
