@@ -111,8 +111,12 @@ def compare(
     """
     options = {name: value for name, value in locals().items() if name not in POSITIONAL}
     ranks_of = {name: options.pop(name) for name in OF_THE_RANKS}
-    with Comparer(**ranks_of) as comparer:
-        return comparer.compare(reference, parallel, **options)
+    try:
+        with Comparer(**ranks_of) as comparer:
+            return comparer.compare(reference, parallel, **options)
+    except ConfigError as error:
+        # The caller's mistake: where it was found in here says nothing to them.
+        raise error.with_traceback(None) from None
 
 
 def assert_equivalent(

@@ -78,6 +78,9 @@ def check(request: Request) -> None:
         value = getattr(request, name)
         if not callable(value) and (value is not None or name in REQUIRED):
             problems.append(f"{name}: {_shown(value)} is not a function; give one")
+        elif name in ("reference", "parallel") and hasattr(value, "named_parameters"):
+            kind = type(value).__name__
+            problems.append(f"{name}: {kind} is a model; give a function that builds it")
     if not (request.rename is None or callable(request.rename)) and not isinstance(
         request.rename, Mapping
     ):
