@@ -49,6 +49,19 @@ def narrowed(own: Tensor, part: Tensor) -> Tensor:
     return own[tuple(slice(size) for size in part.shape)]
 
 
+def wrong_places(own: Tensor, part: Tensor, most: float) -> str:
+    """Where two tensors differ by more than `most`, if that is a part of one dimension; or ""."""
+    if own.shape != part.shape or not own.is_floating_point():
+        return ""
+    is_wrong = (own.cpu() - part).abs() > most
+    for dim, size in enumerate(own.shape):
+        found = is_wrong.movedim(dim, 0).reshape(size, -1).any(1).nonzero().flatten().tolist()
+        if found and len(found) <= size // 2 and found[-1] - found[0] == len(found) - 1:
+            last = f" to {found[-1]}" * (len(found) > 1)
+            return f"at {found[0]}{last} of {size} along dimension {dim}"
+    return ""
+
+
 def dense(tensor: Tensor) -> Tensor:
     """The tensor with all its zeros; a sparse layout has neither bytes nor views."""
     return tensor.to_dense() if tensor.is_sparse else tensor

@@ -149,6 +149,7 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
             "wrong positions or offset. Give it the positions of the rank's own tokens"
         )
     yield from sums_of_output(e, outputs)
+    yield from _where(e, {rank: output.places for rank, output in outputs.items()})
     if shape := next((output.shape for output in outputs.values() if output.shape), ""):
         what = "the layout in which it is given" if is_input(first) else "its output layout"
         yield f"its local shape is {shape}: correct {what}"
@@ -159,6 +160,17 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
             f"it is {times(factor)} as large as on one process"
             f"{f' ({factor:.6g} is {same})' if same else ''}"
         )
+
+
+def _where(e: Evidence, places: Mapping[int, str]) -> Iterator[str]:
+    """Where a tensor differs, if that is a part of one dimension on every rank."""
+    if not places or not all(places.values()):
+        return
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, place in places.items():
+        ranks[place].append(rank)
+    shown = [f"{place}, {name_ranks(own, e.runs, places)}" for place, own in ranks.items()]
+    yield f"it differs only {listed(shown if len(ranks) > 1 else ranks, 3)}"
 
 
 def _other_samples(e: Evidence, first: str) -> Iterator[str]:
@@ -468,6 +480,8 @@ def explain_backward(e: Evidence) -> Iterator[str]:
             "It has the gradients of other rows of one process: those of another rank, or its own "
         )
         how += "in another order"
+    places = {t.rank: t.events[last].gradient_places for t in e.traces if t.rank in found}
+    how = how or next(_where(e, places), "").capitalize()
     over = [x for x in known if module_of(x) == module_of(last) and _any(e, x, _is_overwritten)]
     if over:
         how = f"{describe_event(over[0])} was overwritten after the forward pass, and the backward "

@@ -117,6 +117,11 @@ class Evidence:
         if found is None:
             return ""
         parts = [self._wrong_line(found)]
+        if found.is_random:
+            parts.append(
+                "It draws random numbers, others than one process has for this rank's samples: "
+                "draw them for the whole batch and take the rank's part, or seed them by the sample"
+            )
         for name, own, known in found.numbers:
             parts.append(f"It computes {name} {own:.6g}, on one process {known:.6g}")
         if found.never_here:

@@ -268,6 +268,10 @@ class ModuleOutput:
     """Whether it is correct up to where the rank's positions jump, and only then wrong."""
     gradient: Agreement | None = None
     """The gradient of the output compared with the reference's, if both are known."""
+    places: str = ""
+    """Where it differs, if that is a part of one dimension; of other code."""
+    gradient_places: str = ""
+    """The same for its gradient."""
     is_overwritten: bool = False
     """Whether something wrote into it between forward and backward pass."""
     gradient_is_moved: bool = False
@@ -462,6 +466,8 @@ class WrongLine:
     """Whether it mixes elements of a value that is right, but has padding on this rank."""
     only_here: tuple[str, ...] = ()
     """The lines that compute what it reads and that one process does not run."""
+    is_random: bool = False
+    """Whether its operator draws random numbers."""
     never_here: tuple[str, ...] = ()
     """The lines that compute what one process reads there and that this rank does not run."""
     numbers: tuple[tuple[str, float, float], ...] = ()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import agreement, narrowed
+from titanlite.tools.verify.agreement import agreement, narrowed, wrong_places
 from titanlite.tools.verify.events import Events
 from titanlite.tools.verify.record import (
     Agreement,
@@ -175,6 +175,10 @@ class Tracer(abc.ABC):
             worst = max(scaled, key=lambda one: one.difference)
             is_wrong = not worst.difference <= self.tolerance_of(pairs[0][0])
             found[event].gradient = worst if is_wrong else worst._replace(error=0.0)
+            if is_wrong and len(pairs) == 1:
+                own, part = pairs[0][0] / factors[0], pairs[0][1]
+                most = self.tolerance_of(own) * part.abs().max().item()
+                found[event].gradient_places = wrong_places(own, part, most)
             found[event].gradient_is_moved = is_wrong and all(
                 self.has_rows_of(own / factor, whole, (index, len(pairs)))
                 for index, ((own, _), whole, factor) in enumerate(

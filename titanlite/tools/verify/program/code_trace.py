@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import agreement, dense, narrowed
+from titanlite.tools.verify.agreement import agreement, dense, narrowed, wrong_places
 from titanlite.tools.verify.program.batches import Where
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Agreement, is_input, module_of
@@ -121,6 +121,9 @@ class CodeTracer(Tracer):
         ]
         output = in_all(found, wrong)
         output.is_moved, output.elsewhere, output.is_padded = is_moved, elsewhere, is_padded
+        if len(wrong) == len(calls) == 1 and not is_moved:
+            part, most = chosen[0](known[0]), self.tolerance * known[0].abs().max().item()
+            output.places = wrong_places(calls[0], part, most)
         number = len(calls) if len(known) == 1 else 1
         output.is_part = calls[0].numel() * number < known[0].numel()
         return output, chosen

@@ -28,6 +28,7 @@ MOST_REDUCED = 48
 
 # Also with padding.
 RIGHT = ("right", "padded")
+RANDOM = ("rand", "normal", "bernoulli", "native_dropout", "multinomial", "uniform", "exponential")
 # Arguments that need no name.
 UNNAMED = ("self", "other", "value", "exponent")
 
@@ -245,6 +246,7 @@ class _Search:
             return
         other = others[index % len(others)]
         operator = key[2].split(".")[1].strip("_")
+        found.is_random = operator.startswith(RANDOM)
         own, given = self.values.numbers[self.values.of[key][index]], self.known.numbers[other]
         found.numbers = tuple(
             (

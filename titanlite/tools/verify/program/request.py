@@ -71,6 +71,10 @@ FUNCTIONS = (
 REQUIRED = ("reference", "parallel", "loss")
 
 
+# The functions that build a model.
+BUILD = ("reference", "parallel")
+
+
 def check(request: Request) -> None:
     """Raises ConfigError, with all mistakes that can be seen before a process starts."""
     problems = []
@@ -78,7 +82,7 @@ def check(request: Request) -> None:
         value = getattr(request, name)
         if not callable(value) and (value is not None or name in REQUIRED):
             problems.append(f"{name}: {_shown(value)} is not a function; give one")
-        elif name in ("reference", "parallel") and hasattr(value, "named_parameters"):
+        elif hasattr(value, "named_parameters") and not isinstance(value, type) and name in BUILD:
             kind = type(value).__name__
             problems.append(f"{name}: {kind} is a model; give a function that builds it")
     if not (request.rename is None or callable(request.rename)) and not isinstance(
