@@ -350,6 +350,22 @@ def explain_microbatches(e: PartEvidence) -> Iterator[str]:
         )
 
 
+def explain_clipped(e: PartEvidence) -> Iterator[str]:
+    """All gradients scaled by one factor, so that their norm is the same in every step."""
+    wrong, run = e.failed("gradient"), e.runs[0]
+    if not wrong or len(run.steps) < 3 or set(wrong) != run.steps[e.step].gradients.keys():
+        return
+    norms = [math.sqrt(sum(g.aa for g in s.gradients.values())) for s in run.steps[1:]]
+    factor, left = pooled([run.steps[e.step].gradients[name] for name in wrong])
+    if left < EXPLAINED and 0 < factor < 1 and all(is_near(norm, norms[0]) for norm in norms):
+        yield Explained(
+            f"all gradients are {factor:.4g} times as large as on one process, and their norm is "
+            f"{norms[0]:.4g} in every step: they are clipped, by too large a norm or too early. "
+            "While gradients are multiplied by a loss scale, their norm is that much too large",
+            wrong,
+        )
+
+
 def explain_rows(e: PartEvidence) -> Iterator[str]:
     """Gradients of which only a few rows differ."""
     wrong = e.failed("gradient")
@@ -420,6 +436,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_loss_of_code,),
     (explain_backward,),
     (explain_accumulated,),
+    (explain_clipped,),
     (explain_gradients,),
     (explain_rows,),
     (explain_norm_alone,),

@@ -19,7 +19,7 @@ from titanlite.tools.verify.differences import (
     largest_of,
     unequal_replicas,
 )
-from titanlite.tools.verify.evidence import WRONG
+from titanlite.tools.verify.evidence import EXPLAINED, WRONG, pooled
 from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools
 from titanlite.tools.verify.program.findings import PartEvidence, are_local, conclude
@@ -147,12 +147,29 @@ class Judging:
                 "some ranks lack gradients at the optimizer step, but the weights agree after "
                 "every step on all of them: the step gives them what they lack"
             )
+        elif (
+            "gradient" in kinds <= {"gradient", "norm"}
+            and self.request.step is not None
+            and all(self._is_only_scaled(failure.step) for failure in found.failures)
+        ):
+            for of_step in found.differences:
+                of_step.pop(("norm", ""), None)
+            self._leave_to_the_step({f.name for f in found.failures if f.kind == "gradient"})
+            found.notes.append(
+                "the gradients are scaled when `step` returns, all by one factor, as by clipping "
+                "them, but the weights agree after every step. They and their norm are not compared"
+            )
         elif kinds == {"gradient"} and not found.splits and are_local(self._evidence()):
             self._leave_to_the_step({failure.name for failure in found.failures})
             found.notes.append(
                 "the gradients are each rank's own at the optimizer step, but the weights agree "
                 "after every step: the optimizer's step reduces them itself"
             )
+
+    def _is_only_scaled(self, step: int) -> bool:
+        """Whether all gradients of a step are one multiple of the reference's, on every rank."""
+        parts = [one for run in self.runs for one in run.steps[step].gradients.values()]
+        return pooled(parts)[1] < EXPLAINED
 
     def _is_only_missing(self, name: str) -> bool:
         """Whether a gradient is right on every rank that has one."""
