@@ -9,10 +9,10 @@ FOLDER = Path(make_examples.__file__).parent / "examples"
 
 
 def test_the_page_shows_what_each_program_prints() -> None:
+    for path, write in make_examples.PAGES.items():
+        page = path.read_text(encoding="utf-8")
+        assert write(page) == page, "run: python docs/make_examples.py"
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert make_examples.written(page) == page, "run: python docs/make_examples.py"
-    readme = make_examples.README.read_text(encoding="utf-8")
-    assert make_examples.readme(readme) == readme, "run: python docs/make_examples.py"
     programs = {path.name for path in FOLDER.glob("*.py")}
     parts = page.split("\n## ")[1:]
     assert {re.findall(r"\]\((\w+\.py)\)", part)[0] for part in parts} == programs

@@ -512,7 +512,7 @@ PROMISES = [
     Promise(
         "a picture of the pipeline every profile_freq steps",
         "docs/pipeline_parallel.md",
-        "writes a diagram (SVG) and a Chrome trace every `profile_freq` steps",
+        "writes a Chrome trace beside it, every `profile_freq` steps",
         Break("Reporter._draws_pipeline", "step % config.profiling.profile_freq == 0 or ", ""),
         (
             "unit/test_run.py::test_a_pipeline_of_two_ranks",

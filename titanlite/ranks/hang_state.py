@@ -181,7 +181,7 @@ def _call_of(entry: Mapping[str, Any]) -> Call:
     backend, _, operation = entry["profiling_name"].partition(":")
     name = entry["process_group"][0]
     inputs = entry["input_sizes"] or entry["output_sizes"]
-    dtypes = entry["input_dtypes"] or entry["output_dtypes"] or ["nothing"]
+    dtypes = entry["input_dtypes"] or entry["output_dtypes"] or [""]
     frames = ((f["filename"], f["line"], f["name"]) for f in entry.get("frames", ()))
     return Call(
         group=name if backend == "gloo" else f"{name}@{backend}",

@@ -93,7 +93,8 @@ def spawn(
     unchanged. No process outlives the call or the caller: if the caller is killed, so are the
     ranks. If the caller requests a stop through `stop`, each rank receives the request in
     `place.orders`. Raises ConfigError if `num_ranks` exceeds `max_ranks` or, if that is None, the
-    number that the cores and the memory of this machine allow.
+    number that the cores and the memory of this machine allow. In a deadlock, processes wait for
+    `open_world`'s `init_timeout_seconds`, 300 by default, before they are ended with a report.
 
     With `threads`, the ranks are threads of this process, of which one runs at a time, and each
     gets its own copy of `args`. There is no timeout then: RankError is raised as soon as no rank

@@ -244,32 +244,24 @@ def _blame(
     gone = [rank for rank in sorted(absent) if rank in missed] or sorted(absent)
     if gone:
         return gone[0], absent[gone[0]].why
-    idle = [rank for rank in sorted(missed) if not accounts[rank].waits]
-    if idle:
-        rank = idle[0]
-        account = accounts[rank]
+    if missed:
+        rank = min([rank for rank in missed if not accounts[rank].waits] or missed)
         what = list(dict.fromkeys(what for _, what in missed[rank]))
         waiting = sorted({waiting for waiting, _ in missed[rank]})
-        where = account.finished or f"is at {account.site}"
         return rank, (
             f"did not reach {' and '.join(what)}; {number_ranks(waiting)} {_verb(waiting)} waiting "
-            f"in {'them' if len(what) > 1 else 'it'}; rank {rank} {where}"
+            f"in {'them' if len(what) > 1 else 'it'}; rank {rank} "
+            f"{next(_lines_of(accounts[rank], missed, groups))}"
         )
     others = [rank for rank, account in sorted(accounts.items()) if account.waits]
     idle = [rank for rank in sorted(accounts) if rank not in others]
-    if not missed and others and idle:
+    if others and idle:
         # The flight recorder is off, so the collectives are unknown.
         where = accounts[idle[0]].finished or f"is at {accounts[idle[0]].site}"
         return idle[0], (
             f"is not waiting, but {number_ranks(others)} {_verb(others)}; rank {idle[0]} {where}"
         )
-    rank = min(missed, default=min(accounts))
-    if rank in missed:
-        waiter, what_missed = missed[rank][0]
-        own = next(_lines_of(accounts[rank], missed, groups))
-        return rank, (
-            f"did not reach {what_missed}; rank {waiter} is waiting in it; rank {rank} {own}"
-        )
+    rank = min(accounts)
     return rank, accounts[rank].error or "is waiting, although no rank is missing"
 
 
