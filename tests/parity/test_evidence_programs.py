@@ -53,6 +53,20 @@ CAUSES = {
     "faulty_4/summoned_weights_lost": "91 elements differ, which are zero on one process",
     "faulty_4/vocabulary_padding_in_softmax": "output of the model, which it reads, has .*padding",
     "faulty_4/zigzag_output_not_restored": "everything is right, on every rank, but has the rows",
+    "faulty_5/clipped_before_unscaling": "their norm is 0.0009766 in every step: they are clipped",
+    "faulty_5/dice_not_summed_after_gather": ":45 .*only the sum over dp is right",
+    "faulty_5/entropy_threshold_of_own_tokens": ":33 .*is only this rank.s part",
+    "faulty_5/gradient_mask_hooks_lost": "differ only in elements that are zero on one process",
+    "faulty_5/interleaved_streams_lose_their_split": "rows 2, 3, 6, 7 are read by no rank",
+    "faulty_5/noise_of_the_same_seed": "torch.randn.* draws random numbers",
+    "faulty_5/norm_statistic_without_gradient": "nothing in its backward pass: a collective such",
+    "faulty_5/pp_receive_buffers_too_few": "input of blocks.1.norm was overwritten after the",
+    "faulty_5/pp_rope_buffer_zero_after_meta": "buffer blocks.0.rope.inv_freq is zero, unlike",
+    "faulty_5/row_linear_gathers_input_gradients": "only at 4 to 7 of 8 along dimension 0, on rank 0",
+    "faulty_5/saved_input_gathered_along_first_dim": "Look at how blocks.1 computes the gradient of",
+    "faulty_5/tied_gradient_after_reduce_scatter": "copies of embed.weight, which several stages hold",
+    "faulty_5/tokens_reduced_again": "the loss and all gradients are 0.684211 times",
+    "faulty_5/zeros_for_unused_parameters": "A gradient of zeros is one, too",
 }
 """Program -> what its diagnosis must say."""
 
@@ -66,7 +80,10 @@ FAST = {
 }
 AGREE = (
     *("correct_2/gradients_reduced_to_their_owner", "correct_2/sparse_embedding_under_ddp"),
-    "correct_4/adafactor_with_reduced_means",
+    *(
+        "correct_4/adafactor_with_reduced_means",
+        "correct_5/scaled_gradients_clipped_by_scaled_norm",
+    ),
 )
 
 

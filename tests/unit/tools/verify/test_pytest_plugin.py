@@ -76,7 +76,7 @@ def test_a_failure_says_what_is_wrong_at_the_line_of_the_test(pytester: pytest.P
             ">       verify_job(JOB, changes=FAILING, shrink=True, steps=1)",
             "E       AssertionError: the plan does not run: rank ?: ZeroDivisionError: *",
             "E       DOES NOT RUN: *",
-            "E       plan       dp_shard 2, 2 ranks as threads: ",
+            "E       plan       dp_shard 2, 2 ranks as threads:",
             "E           return 0, 1 / (2 - torch.distributed.get_world_size())",
             "*.py:*: AssertionError",
         ]
