@@ -14,7 +14,7 @@ from titanlite.tools.verify import Comparer
 
 PROGRAMS = Path(__file__).parents[2] / "docs/evidence/programs"
 CAUSES = {
-    "faulty/balance_loss_discards_all_reduce": "a sum makes the result of .*:24 ",
+    "faulty/balance_loss_discards_all_reduce": "the sum over dp makes the result of .*:24 ",
     "faulty/clipped_after_every_backward": "all 15 gradients are sums over the microbatches",
     "faulty/cp_labels_shifted_per_rank": "loss is .*another result .*:58 .* has rows or columns",
     "faulty/diloco_sign": "change of these weights is -1 times",
@@ -43,7 +43,7 @@ CAUSES = {
     "faulty_3/zero_tail_belongs_to_no_rank": "leaves 3 elements as they were",
     "faulty_4/batchnorm_counted_twice": "runs 2 times in a step, as in a forward pass that is rec",
     "faulty_4/cached_logps_counted_twice": r"another result .*:56 \(reference = ",
-    "faulty_4/encoder_memory_gradient": "or earlier: .* from that of .* of cross_attention",
+    "faulty_4/encoder_memory_gradient": "or earlier: .* Partial from .* of cross_attention",
     "faulty_4/lora_scale_of_local_rank": "computes mul with 3, on one process 1.5",
     "faulty_4/padding_attended": "What it reads agrees, but has rows or columns of padding",
     "faulty_4/pp_middle_stages_without_mask": "masked_fill.*, which does not run here",
@@ -62,9 +62,9 @@ CAUSES = {
     "faulty_5/norm_statistic_without_gradient": "nothing in its backward pass: a collective such",
     "faulty_5/pp_receive_buffers_too_few": "input of blocks.1.norm was overwritten after the",
     "faulty_5/pp_rope_buffer_zero_after_meta": "buffer blocks.0.rope.inv_freq is zero, unlike",
-    "faulty_5/row_linear_gathers_input_gradients": "only at 4 to 7 of 8 along dimension 0, on rank 0",
-    "faulty_5/saved_input_gathered_along_first_dim": "Look at how blocks.1 computes the gradient of",
-    "faulty_5/tied_gradient_after_reduce_scatter": "copies of embed.weight, which several stages hold",
+    "faulty_5/row_linear_gathers_input_gradients": "only at 4 to 7 of 8 along dimension 0",
+    "faulty_5/saved_input_gathered_along_first_dim": "how blocks.1 computes the gradient of",
+    "faulty_5/tied_gradient_after_reduce_scatter": "of embed.weight, which several stages hold",
     "faulty_5/tokens_reduced_again": "the loss and all gradients are 0.684211 times",
     "faulty_5/zeros_for_unused_parameters": "A gradient of zeros is one, too",
 }

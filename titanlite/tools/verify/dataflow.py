@@ -246,7 +246,8 @@ def _of_buffers(e: Evidence, module: str) -> Iterator[str]:
         own = [run.steps[one.step].buffers.get(one.name) for run in e.runs]
         is_zero = any(buffer is not None and buffer.error and not buffer.aa for buffer in own)
         how = "is zero" if is_zero else f"differs by {one.difference:.1e}"
-        yield f"its buffer {one.name} {how}, unlike on one process: look at how it is filled or cast"
+        look = "look at how it is filled, or cast"
+        yield f"its buffer {one.name} {how}, unlike on one process: {look}"
 
 
 def describe_event(event: str) -> str:
@@ -476,8 +477,8 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         how = f"It is {factor:.6g} times as large as on one process" if factor else "It is zero"
         how += f" ({factor:.6g} is {same})" if same else ""
     if all(t.events[last].gradient_is_moved for t in e.traces if t.rank in found):
-        how = "It has the gradients of other rows of one process: those of another rank or microbatch, or its own "
-        how += "in another order"
+        how = "It has the gradients of other rows of one process: those of another rank or "
+        how += "microbatch, or its own in another order"
     places = {t.rank: t.events[last].gradient_places for t in e.traces if t.rank in found}
     how = how or next(_where(e, places), "").capitalize()
     over = [x for x in known if module_of(x) == module_of(last) and _any(e, x, _is_overwritten)]
