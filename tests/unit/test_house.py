@@ -10,9 +10,10 @@ ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "titanlite/tools"
 
 # In lines. A larger limit is a change of its own, which says why. The library's was 70,000. It has
-# grown by the world of threads (ranks/), by what verify sees of other people's code, by jobs of
-# TorchTitan (tools/torchtitan), a schema for editors, and points of exercises.
-CORE, LIBRARY, TESTS = 34_000, 76_480, 45_000
+# grown by the world of threads (ranks/), by what verify sees of other people's code (its lines,
+# numbers, padding, exchanges), by jobs of TorchTitan (tools/torchtitan), a schema for editors,
+# completion for shells, and points of exercises.
+CORE, LIBRARY, TESTS = 34_000, 77_040, 45_000
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.
 TOKENS_OF_A_LINE = 8.5
 

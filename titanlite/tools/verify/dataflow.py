@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from titanlite.tools.verify.evidence import EXPLAINED, Evidence, JobEvidence, holder_of, pooled
 from titanlite.tools.verify.record import (
+    Agreement,
     CodeRun,
     ModuleOutput,
     around,
@@ -434,7 +435,6 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     shown = listed([describe_event(reader) for reader in from_partial or after], 3)
     start = f"in the backward pass, the gradient of {describe_event(last)} is the first that "
     start += f"differs, {where}"
-    how = ""
     if not following:
         place = "The loss reads it, so the backward pass of the loss itself is wrong"
         if last in partial:
@@ -471,6 +471,14 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         place = f"The error is between it and {shown}, whose gradient agrees"
     else:
         place = "The code that reads it returns a wrong gradient"
+    how = _of_gradient(e, last, found)
+    lines = e.lines_before(last, list(found), is_backward=True)
+    yield ". ".join(filter(None, [start, place, how, f"The code there{lines}" if lines else ""]))
+
+
+def _of_gradient(e: Evidence, last: str, found: Mapping[int, Agreement]) -> str:
+    """What the numbers of the first wrong gradient show; "" for nothing."""
+    how = ""
     factor, left = pooled(list(found.values()))
     if left < EXPLAINED and not is_near(factor, 1.0):
         same = e.factor(factor)
@@ -480,14 +488,12 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         how = "It has the gradients of other rows of one process: those of another rank or "
         how += "microbatch, or its own in another order"
     places = {t.rank: t.events[last].gradient_places for t in e.traces if t.rank in found}
-    how = how or next(_where(e, places), "").capitalize()
-    over = [x for x in known if module_of(x) == module_of(last) and _any(e, x, _is_overwritten)]
+    how = how or next(_where(e, places), "")
+    over = [x for x in e.events if module_of(x) == module_of(last) and _any(e, x, _is_overwritten)]
     if over:
         how = f"{describe_event(over[0])} was overwritten after the forward pass, and the backward "
         how += "pass reads it: a buffer is used again too early"
-        how = how[:1].upper() + how[1:]
-    lines = e.lines_before(last, list(found), is_backward=True)
-    yield ". ".join(filter(None, [start, place, how, f"The code there{lines}" if lines else ""]))
+    return how[:1].upper() + how[1:]
 
 
 def _exchanges_forward_alone(e: Evidence, event: str) -> bool:
