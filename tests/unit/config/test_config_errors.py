@@ -185,6 +185,7 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ("[optimizer]\nmomentum = 0.9", ['optimizer.momentum: 0.9 is only for SGD, but optimizer.name is "AdamW"; remove this key']),
     ('[optimizer]\nname = "SGD"\nimplementation = "fused"', ['optimizer.implementation: PyTorch\'s "fused" SGD does not support sharded weights; give "foreach", or remove this key']),
     ("[profiling]\nenable_profiling = true\nprofile_freq = 3", ["profiling.profile_freq: 3 is less than profiler_warmup 3 + profiler_active 1; give at least 4"]),
+    ("import torch\nprint(1)", ['job.config_file: "{FILE}" is a Python program, not TOML; run it with `python`, and give a TOML file here']),
     ("[training]\nsteps = ten", ['job.config_file: "{FILE}" line 2 is not TOML: invalid value; correct "steps = ten", with text in quotes']),
     ('[checkpoint]\nexclude_from_loading = ["optimizer",\n[training]\nsteps = 3', ['job.config_file: "{FILE}" line 2 is not TOML: "exclude_from_loading = [\\"optimizer\\"," opens a list that is not closed; add the ]']),
     ('[checkpoint]\nexclude_from_loading = [\n  "optimizer",\nenable = true', ['job.config_file: "{FILE}" line 2 is not TOML: "exclude_from_loading = [" opens a list that is not closed; add the ]']),

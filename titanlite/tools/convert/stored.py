@@ -47,7 +47,9 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
         newest = [one for one in CheckpointFolder(path).newest_first() if one.manifest]
         if not newest:
             raise ConfigError(
-                f"{path} is neither a checkpoint nor a folder of them; give a step-N folder"
+                f"{path} is neither a checkpoint nor a folder of them; give a step-N folder, or "
+                f"make one of a Hugging Face folder: `titanlite convert {path} --out step-0 "
+                "--model llama3`"
             )
         found = newest[0]
     if found.manifest is None:

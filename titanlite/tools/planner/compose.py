@@ -316,11 +316,10 @@ class _Composer:
             if kept and not held and kind == FORWARD and stage == schedule.num_stages - 1:
                 held = kept
                 yield Done(HOLD, -1, -1, self._segments.hold(kept))
-        num_sent = 0
-        if self._segments.is_runtime:
-            num_sent = sum(kind in (SEND_F, SEND_B) for kind, _, _ in self._table[place])
-        if held or num_sent:
-            yield Done(RELEASE, -1, -1, self._segments.hold(-held, -num_sent))
+        kinds = [kind for kind, _, _ in self._table[place] if self._segments.is_runtime]
+        num_sent = kinds.count(SEND_F), kinds.count(SEND_B)
+        if held or any(num_sent):
+            yield Done(RELEASE, -1, -1, self._segments.hold(-held, num_sent))
 
     def _rows(self, schedule: Schedule, *, is_from_file: bool) -> list[Row]:
         """The actions of each rank, with those that communicate."""

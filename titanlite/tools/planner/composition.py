@@ -78,7 +78,7 @@ class Builder:
         """
         if self._total + segment.peak_bytes > self._most:
             self._most = self._total + segment.peak_bytes
-            self._peak = dict(self._now + Counter())
+            self._peak = dict(self._now)
             for name, num_bytes in segment.peak.items():
                 self._peak[name] = self._now[name] + num_bytes
             self._peak_place = named(segment.peak_place, part)

@@ -80,6 +80,9 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
             f"model.name: {small.config.model.name} cannot be traced ({reason}); its code must "
             "run on tensors without values"
         ) from error
+    # Any block can follow any other: what is between two has one category in all of them.
+    between = {b for b in seen.between if trace.category_of.get(b) == "temporary"}
+    trace.category_of.update(dict.fromkeys(between, "activations"))
     events, reduced = _without_fsdp(trace, seen.casts.events)
     is_float8 = FLOAT8.is_on(small.config)
     segments: dict[tuple[str, str], Segment] = {}
@@ -140,6 +143,8 @@ class _Seen:
         """The bytes of each block's output."""
         self.outputs: list[tuple[int, int]] = []
         """The model's outputs: the block of memory and the bytes."""
+        self.between: set[int] = set()
+        """The blocks of memory of what blocks of the model take and give."""
         self.casts = CastRecorder()
         self.partial: set[int] = set()
         """The ids of the parameters with a Partial gradient."""
@@ -147,8 +152,18 @@ class _Seen:
     def watch(self, job: Job, recorder: StepRecorder) -> None:
         """Note what the job's model and trainer do from now on."""
         self.casts.start(job, recorder)
+
+        def note_taken(_: nn.Module, taken: tuple[Any, ...]) -> None:
+            tensors = [local_part(one) for one in taken[:1] if isinstance(one, Tensor)]
+            self.between |= recorder.blocks_of(tensors)
+
+        def note_given(block: nn.Module, _: Any, output: Any) -> None:
+            self.sizes.append(_num_bytes(output))
+            note_taken(block, output if isinstance(output, tuple) else (output,))
+
         for block in find_blocks(job.parts[0], job.plan).values():
-            block.register_forward_hook(lambda _, __, output: self.sizes.append(_num_bytes(output)))
+            block.register_forward_pre_hook(note_taken, prepend=True)
+            block.register_forward_hook(note_given)
 
         def note_output(_: nn.Module, __: Any, output: Any) -> None:
             (block,) = recorder.blocks_of([local_part(output)])
@@ -242,9 +257,12 @@ def _cut(
                     here = keys.index((name, FORWARD if at <= turn else BACKWARD))
                     at = max(at, here)
         if at > before and keys[at][1] == FORWARD:
-            # What the first operator of a part writes to is that part's, and freed there.
-            last, own = runs[keys[before]], []
-            while last and isinstance(last[-1], Allocation) and last[-1].place == where:
+            # What a part allocates up to its first operator is that part's, and freed there.
+            last, own, former = runs[keys[before]], [], keys[before][0]
+            while last and isinstance(one := last[-1], Allocation):
+                is_outside = former in blocks and not _is_in(one.place.module or former, (former,))
+                if one.place != where and not is_outside:
+                    break
                 own.append(last.pop())
             runs[keys[at]].extend(reversed(own))
         runs[keys[at]].append(event)

@@ -145,7 +145,7 @@ class Segments:
                 builder.add(part.backward, part=name, adds_to_gradients=not variant.is_first)
                 for num_bytes in buckets.get(name, ()):
                     data.all_reduce_bucket(builder, num_bytes, Site(name, BACKWARD_PHASE))
-            return builder.segment()
+            return self._ended(builder, parts)
         here: set[str] = set()
         self._gathered_forward(builder, parts, here)
         started: dict[str, tuple[int, ...]] = {}
@@ -168,6 +168,13 @@ class Segments:
                     is_last=variant.is_last,
                 )
         data.end_reduce(builder, pending)
+        return self._ended(builder, parts)
+
+    def _ended(self, builder: Builder, parts: Stage) -> Segment:
+        """The segment of a batch, which nothing that its parts left outlives."""
+        for category in ("temporary", BUFFERS):
+            nets = (half.net for _, part in parts for half in (part.forward, part.backward))
+            builder.allocate(category, -sum(net.get(category, 0) for net in nets))
         return builder.segment()
 
     def _gathered_forward(self, builder: Builder, parts: Stage, here: set[str]) -> None:
@@ -226,6 +233,11 @@ class Segments:
             for _, part in parts:
                 builder.add(part.forward)
         elif kind == FULL_BACKWARD:
+            if parts[-1][0] != "after" and not data.splits_backward:
+                # What a part frees of the one after it, which is in another stage.
+                for category in ("temporary", BUFFERS):
+                    freed = -self._pieces.before.backward.net.get(category, 0)
+                    builder.allocate(category, max(0, freed))
             started: dict[str, tuple[int, ...]] = {}
             for index, (name, part) in reversed(list(enumerate(parts))):
                 self._gather_for_backward(builder, parts, index, here, started)
@@ -286,16 +298,17 @@ class Segments:
             builder.allocate(BUFFERS, self._pieces.boundary_bytes)
         return builder.segment()
 
-    def hold(self, output_bytes: int, num_sent: int = 0) -> Segment:
+    def hold(self, output_bytes: int, num_sent: tuple[int, int] = (0, 0)) -> Segment:
         """The model's output stays there until the end of a batch in a pipeline.
 
-        Negative numbers free it then, and what was sent.
+        A negative number frees it then; `num_sent` outputs and gradients that were sent are freed.
         """
         key = "hold", output_bytes, num_sent
         if key not in self._shared:
             builder = Builder()
             builder.allocate("temporary", output_bytes)
-            builder.allocate(BUFFERS, num_sent * self._pieces.boundary_bytes)
+            for category, number in zip(("activations", BUFFERS), num_sent, strict=True):
+                builder.allocate(category, -number * self._pieces.boundary_bytes)
             self._shared[key] = builder.segment()
         return self._shared[key]
 

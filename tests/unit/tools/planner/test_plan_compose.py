@@ -1,5 +1,6 @@
 """A step put together from traced pieces equals the trace of the whole step."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from titanlite.errors import TraceError
 from titanlite.tools.planner import pieces
 from titanlite.tools.planner.cache import folder, known_pieces, load_applied, load_pieces
 from titanlite.tools.planner.command import plannable
-from titanlite.tools.planner.compose import compose
+from titanlite.tools.planner.compose import Composition, compose
 from titanlite.tools.planner.events import Trace
 from titanlite.tools.planner.pieces import trace_pieces
 from titanlite.tools.planner.planning import PIECES, plan_job
@@ -95,8 +96,10 @@ def test_a_composed_pipeline_that_frees_weights_equals_a_traced_one(schedule: st
 
 
 @pytest.mark.slow
-def test_a_composed_pipeline_that_accumulates_batches_equals_a_traced_one() -> None:
-    check("pp2_tp2_fsdp2", BF16, "--training.local_batch_size=8")
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_composed_pipeline_that_accumulates_batches_equals_a_traced_one(mode: str) -> None:
+    more = "--training.local_batch_size=8", f"--activation_checkpoint.mode={mode}"
+    check("pp2_tp2_fsdp2", BF16, *more)
 
 
 @pytest.mark.slow
@@ -140,7 +143,11 @@ def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
     """
     config, _ = plannable(parse_args([f"--job.config_file={CONFIGS / name}.toml", *changes]))
     resolved = resolve_job(config)
-    composed = compose(resolved, trace_pieces(resolved, is_compiled=True))
+    traced = trace_pieces(resolved, is_compiled=True)
+    composed = compose(resolved, traced)
+    of_three = override(config, {"training.global_batch_size": 3 * resolved.global_batch_size})
+    for one in [*composed, *compose(resolve_job(of_three), traced)]:
+        check_categories(one)
     for one in {len(composed) - 1: composed[-1], 0: composed[0]}.values():
         trace = trace_rank(resolved, one.rank)
         assert one.totals() == trace.totals()
@@ -150,6 +157,17 @@ def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
         difference = one.peak().num_bytes / trace.peak().num_bytes - 1
         assert abs(difference) < 0.06
     return resolved, trace
+
+
+def check_categories(one: Composition) -> None:
+    """No category of memory is ever negative, and at the peak they add up to the most there is."""
+    now, most = Counter(one.held), 0
+    for segment in (done.segment for done in one.actions):
+        changes = [*segment.peak.items(), *segment.net.items()]
+        assert all(now[category] + num_bytes >= 0 for category, num_bytes in changes)
+        most = max(most, now.total() + segment.peak_bytes)
+        now.update(segment.net)
+    assert one.peak().num_bytes == most
 
 
 def test_segments_live_as_long_as_their_times() -> None:
