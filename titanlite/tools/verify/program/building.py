@@ -104,13 +104,16 @@ class Built:
             module.zero_grad(set_to_none=True)
 
     def clip(self) -> float:
-        """Call the caller's `clip` with the model, or with all that `parallel` returned if that has
-        several; returns the gradient norm, 0 without one.
+        """Call the caller's `clip` with the model; returns the gradient norm, 0 without one.
+
+        It gets all that was returned where `parallel` returns several modules, or the reference has
+        a step of its own.
         """
-        if self.request.clip is None:
+        request = self.request
+        if request.clip is None:
             return 0.0
-        model = self.modules[0] if len(self.modules) == 1 else self.value
-        return number_of(self.request.clip(model), "clip") or 0.0
+        is_model = len(self.modules) == 1 and request.reference_step is None
+        return number_of(request.clip(self.modules[0] if is_model else self.value), "clip") or 0.0
 
 
 def number_of(value: Any, name: str) -> float | None:
