@@ -43,7 +43,7 @@ def first_difference(e: Evidence) -> Iterator[str]:
     # Indices have no rows that could be found: what is looked up with them shows their order.
     in_order = {e for e in order if not all(o.is_moved for o in wrong[e].values())}
     in_order -= {e for e in in_order if is_input(e) and called_by(e) in wrong.keys() - in_order}
-    if not in_order:
+    if not in_order and len(order) > 1:
         yield _moved_to_the_end(e, order, outputs)
         return
     start, is_between = _start(e, first, outputs)

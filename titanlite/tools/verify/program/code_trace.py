@@ -121,7 +121,7 @@ class CodeTracer(Tracer):
         ]
         output = in_all(found, wrong)
         output.is_moved, output.elsewhere, output.is_padded = is_moved, elsewhere, is_padded
-        if len(wrong) == len(calls) == 1 and not is_moved:
+        if len(wrong) == len(calls) == 1 and not is_moved and calls[0].is_floating_point():
             part, most = chosen[0](known[0]), self.tolerance * known[0].abs().max().item()
             output.places = wrong_places(calls[0], part, most)
         number = len(calls) if len(known) == 1 else 1
