@@ -119,7 +119,7 @@ COMMANDS = {
         words="titanlite.tools.learn.topics:TOPICS",
     ),
     "lab": Command(
-        "titanlite.tools.lab.__main__",
+        "titanlite.tools.lab.command",
         "build every parallelism from send and receive, on real ranks",
         "titanlite lab all",
         "titanlite lab zero --world 2",
@@ -127,11 +127,11 @@ COMMANDS = {
         within="exercise",
     ),
     "ladder": Command(
-        "titanlite.tools.learn.ladder.__main__",
+        "titanlite.tools.learn.ladder.scripts",
         "one training step on 1D to 4D simulated GPUs, each a script",
         "titanlite ladder 2d-pp",
         "titanlite ladder 3d --help",
-        words="titanlite.tools.learn.ladder.__main__:SCRIPTS",
+        words="titanlite.tools.learn.ladder.scripts:SCRIPTS",
         within="3d",
     ),
     "completion": Command(

@@ -206,6 +206,17 @@ def test_a_mistake_is_one_line_before_anything_starts(comparer, options, message
     assert line.startswith(message)
 
 
+def test_a_model_in_place_of_a_function_is_said(comparer):
+    with pytest.raises(ConfigError, match="reference: Model is a model"):
+        compare(comparer, code.with_ddp, DP, code.Model())
+
+
+def test_a_batch_that_is_not_split_is_told(comparer):
+    found = compare(comparer, code.with_ddp, {"ranks": {"dp": 2}}).check()
+    assert "averaged cannot show" in " ".join(str(found).split())
+    assert not compare(comparer, code.with_ddp, DP).doubts
+
+
 def tokens_loss(model, batch):
     return model(batch["tokens"]).square().mean()
 

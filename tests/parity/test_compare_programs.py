@@ -256,3 +256,9 @@ def test_the_first_sentence_has_the_place(comparer, parallel, options, fault, ca
     assert not found.agrees
     assert re.search(cause, found.cause), "\n".join(found.findings)
     assert len(found.findings) == 1
+
+
+def test_a_fused_matrix_is_to_be_declared(comparer):
+    options = {"ranks": {"tp": 2}, "rename": code.TP["rename"]}
+    found = compare(comparer, code.tensor_parallel, options, "")
+    assert re.search("attention.qkv.weight has rows of .* say it: shard=", found.cause), found

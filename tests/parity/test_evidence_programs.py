@@ -14,24 +14,8 @@ import titanlite
 from titanlite.tools.verify import Comparer
 
 PROGRAMS = Path(__file__).parents[2] / "docs/evidence/programs"
-CAUSES = json.loads((PROGRAMS.parent / "today.json").read_text())
-"""Program -> a pattern of what its diagnosis says."""
-
-
-# The others take longer.
-FAST = {
-    *("faulty/diloco_sign", "faulty/muon_on_local_shards", "faulty/vocab_parallel_padding_index"),
-    *("faulty_2/ema_weights_not_restored", "faulty_2/gan_keeps_generator_gradients"),
-    *("faulty_2/group_norm_of_own_patch", "faulty_2/observer_of_own_rank"),
-    *("faulty_2/sampler_repeats_a_sample", "faulty_2/zero_loses_parameter_groups"),
-}
-AGREE = (
-    *("correct_2/gradients_reduced_to_their_owner", "correct_2/sparse_embedding_under_ddp"),
-    *(
-        "correct_4/adafactor_with_reduced_means",
-        "correct_5/scaled_gradients_clipped_by_scaled_norm",
-    ),
-)
+TODAY = json.loads((PROGRAMS.parent / "today.json").read_text())
+"""Programs that agree, and of faulty ones, fast and slow, a pattern of what is said of them."""
 
 
 def said_of(program: str, comparer: Comparer, monkeypatch, capsys) -> str:
@@ -48,13 +32,18 @@ def comparer() -> Iterator[Comparer]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "program", [pytest.param(p, marks=[pytest.mark.slow] * (p not in FAST)) for p in CAUSES]
+    ("program", "cause"),
+    [
+        pytest.param(program, cause, marks=[pytest.mark.slow] * (speed == "slow"), id=program)
+        for speed in ("fast", "slow")
+        for program, cause in TODAY[speed].items()
+    ],
 )
-def test_the_cause_is_named(program, comparer, monkeypatch, capsys):
+def test_the_cause_is_named(program, cause, comparer, monkeypatch, capsys):
     said = said_of(program, comparer, monkeypatch, capsys)
-    assert re.search(f"likely cause: .*{CAUSES[program]}", said), said
+    assert re.search(f"likely cause: .*{cause}", said), said
 
 
-@pytest.mark.parametrize("program", AGREE)
+@pytest.mark.parametrize("program", TODAY["agree"])
 def test_a_correct_program_agrees(program, comparer, monkeypatch, capsys):
     assert "AGREES" in said_of(program, comparer, monkeypatch, capsys)

@@ -322,7 +322,7 @@ def _toml_error(error: Exception, text: str) -> str:
     if opened := unclosed_list(lines[:number], lines[number:]):
         opening = quote(lines[opened - 1].strip())
         return f"line {opened} is not TOML: {opening} opens a list that is not closed; add the ]"
-    if re.search(r"^(import|from) \w", text, re.MULTILINE):
+    if re.search(r"(?m)^(import|from) \w", text) and not re.search(r"(?m)^\[\w", text):
         return "is a Python program, not TOML; run it with `python`, and give a TOML file here"
     what = what[:1].lower() + what[1:]
     hint = ", with text in quotes" if what == "invalid value" else ""

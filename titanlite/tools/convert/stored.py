@@ -46,11 +46,11 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
     if found.manifest is None and not (path / MANIFEST).exists():
         newest = [one for one in CheckpointFolder(path).newest_first() if one.manifest]
         if not newest:
-            raise ConfigError(
-                f"{path} is neither a checkpoint nor a folder of them; give a step-N folder, or "
-                f"make one of a Hugging Face folder: `titanlite convert {path} --out step-0 "
-                "--model llama3`"
-            )
+            advice = "give a step-N folder"
+            if (path / "config.json").is_file():
+                advice = "make one of this Hugging Face folder: `titanlite convert "
+                advice += f"{path} --out step-0 --model llama3`"
+            raise ConfigError(f"{path} is neither a checkpoint nor a folder of them; {advice}")
         found = newest[0]
     if found.manifest is None:
         raise ConfigError(f"{path} cannot be used: {found.reason}; give another checkpoint")

@@ -1,7 +1,7 @@
 """The experiments of `titanlite lab`: each runs in seconds and prints one small table.
 
 An experiment is a function that opens its own cluster and returns a Table. The first line of its
-docstring is its description, and its parameters are its options (__main__.py). Names of the lab
+docstring is its description, and its parameters are its options (command.py). Names of the lab
 are read from the package, which loads torch at the first one, so that listing the experiments is
 fast. What is timed is in timings.py.
 """

@@ -42,7 +42,7 @@ def agreement(own: Tensor, expected: Tensor, whole: Tensor) -> Agreement:
     return Agreement(error, scale, *sums, digest, distance)
 
 
-def narrowed(own: Tensor, part: Tensor) -> Tensor:
+def without_padding(own: Tensor, part: Tensor) -> Tensor:
     """What is left of a tensor without its padding, the elements beyond the shape of `part`."""
     if own.ndim != part.ndim or own.shape == part.shape:
         return own

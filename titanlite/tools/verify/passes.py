@@ -217,7 +217,7 @@ def _own_product(e: Evidence, name: str) -> str:
     copies = Counter(held for run in e.runs for held in run.placements)
     if copies[name] > min(copies.values()):
         return (
-            f"how the gradients of the copies of {name}, which several stages hold, are added up "
+            f"how the gradients of {name}, which more ranks hold than other weights, are added up "
             "and reduced, and in which order: the gradients that flow through the modules agree"
         )
     lines = e.lines_before(events[0], [trace.rank for trace in e.watched], is_backward=True)

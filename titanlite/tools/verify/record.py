@@ -441,7 +441,7 @@ class Update(NamedTuple):
     """The number of wrong elements, if the step has changed none of them."""
     num_zero: int = 0
     """The number of wrong elements, if all of them are zero on one process."""
-    is_left: bool = False
+    is_unchanged: bool = False
     """Whether the step of one process leaves the weight as it is."""
 
 

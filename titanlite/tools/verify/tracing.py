@@ -24,7 +24,7 @@ from torch import Tensor
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import agreement, narrowed, wrong_places
+from titanlite.tools.verify.agreement import agreement, without_padding, wrong_places
 from titanlite.tools.verify.events import Events
 from titanlite.tools.verify.record import (
     Agreement,
@@ -217,7 +217,7 @@ class Tracer(abc.ABC):
         return [
             (real, part)
             for one, whole, select in zip(own, known, chosen, strict=True)
-            if (real := narrowed(one, part := select(whole))).shape == part.shape
+            if (real := without_padding(one, part := select(whole))).shape == part.shape
         ]
 
     def _sum_first(
@@ -247,7 +247,7 @@ class Tracer(abc.ABC):
 
         def compare(total: Tensor, axis: str = "") -> Agreement:
             part = self.chosen[first][0](known["outputs"][first][0])
-            total = narrowed(total, part)
+            total = without_padding(total, part)
             has_rows = total.ndim > 1 and total[..., 0].numel() > 1 and total.is_floating_point()
             if has_rows and total.shape == part.shape:
                 # The bias may be added after the sum: then the same row is missing everywhere.

@@ -16,7 +16,7 @@ from titanlite.tools.learn.curves import (
     load_hardware,
     tensor_parallel_seconds,
 )
-from titanlite.tools.learn.ladder.__main__ import main as ladder
+from titanlite.tools.learn.ladder.scripts import main as ladder
 from titanlite.tools.learn.topics import TOPICS, Numbers
 
 DOCS = Path(__file__).parents[4] / "docs"

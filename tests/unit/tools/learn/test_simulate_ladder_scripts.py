@@ -9,8 +9,8 @@ import pytest
 
 import titanlite.tools.learn.ladder as ladder
 from titanlite.cli import main as titanlite
-from titanlite.tools.learn.ladder.__main__ import SCRIPTS, main
 from titanlite.tools.learn.ladder.rungs import RUNGS, run_program, run_rung
+from titanlite.tools.learn.ladder.scripts import SCRIPTS, main
 from titanlite.tools.simulate import Link, Network, SimulationError
 from titanlite.tools.simulate.train_step import StepWorkload
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.cli import main
-from titanlite.tools.learn.ladder.__main__ import main as ladder
+from titanlite.tools.learn.ladder.scripts import main as ladder
 
 DOCS = Path(__file__).parents[4] / "docs"
 PAGES = ["simulate.md", "ladder.md"]

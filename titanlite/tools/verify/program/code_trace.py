@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import agreement, dense, narrowed, wrong_places
+from titanlite.tools.verify.agreement import agreement, dense, without_padding, wrong_places
 from titanlite.tools.verify.program.batches import Where
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Agreement, is_input, module_of
@@ -98,7 +98,7 @@ class CodeTracer(Tracer):
             best: tuple[Agreement, Select] | None = None
             for select in self.ways(call, whole, share):
                 part = select(whole)
-                one = agreement(narrowed(call, part), part, whole)
+                one = agreement(without_padding(call, part), part, whole)
                 if best is None or one.error < best[0].error:
                     best = one, select
                 if one.difference <= self.tolerance:
@@ -337,8 +337,8 @@ def _find_rows(own: Tensor, known: Tensor, most: float) -> Tensor | None:
     return chosen
 
 
-def has_rows_of(own: Tensor, whole: Tensor) -> bool:
-    """Whether a matrix has rows of another, in any order."""
+def same_rows(own: Tensor, whole: Tensor) -> bool:
+    """Whether a matrix has only rows of another, in any order."""
     part = local_part(own.detach()).cpu()
     if part.ndim != 2 or whole.ndim != 2 or part.size(1) != whole.size(1) or not part.any():
         return False

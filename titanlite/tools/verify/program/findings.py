@@ -107,7 +107,7 @@ class PartEvidence(Evidence):
                 "Each rank's new values are those that the step gives if its shard is taken for "
                 "the whole tensor: this optimizer needs the whole tensor, so gather it before"
             )
-        if all(one.is_left for one in wrong):
+        if all(one.is_unchanged for one in wrong):
             return (
                 "The step of one process leaves them as they are, as it does without a gradient, "
                 "but the ranks' step moves them. A gradient of zeros is one, too: weight decay and "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,18 +92,18 @@ class Judging:
             )
             if (found.failures or found.splits) and not is_explained:
                 found.findings += conclude(self._evidence())
-        elif (
-            all(
-                run.averages and len({*parts}) == 1
-                for run, parts in itertools.product(self.runs, self._parts_by_step())
-            )
-            and len(self.runs) > 1
-        ):
+        elif self._reads_the_whole_batch() and all(run.averages for run in self.runs):
+            unless = ", unless `step` divides it" * (self.request.step is not None)
             found.doubts.append(
-                "every rank was given the whole batch (split=None), so that an error in how ranks "
-                'with different samples are averaged cannot show: give split, such as split="dp"'
+                f"every rank was given the whole batch (split=None){unless}, so that an error in "
+                "how ranks with different samples are averaged cannot show: give split, such as "
+                'split="dp"'
             )
         self._note_not_compared()
+
+    def _reads_the_whole_batch(self) -> bool:
+        """Whether there are several ranks, and all are given the same."""
+        return len(self.runs) > 1 and all(len(set(parts)) == 1 for parts in self._parts_by_step())
 
     def _judge_pending(self) -> None:
         """Judge gradients that are Partial at the optimizer step by the weights that follow.

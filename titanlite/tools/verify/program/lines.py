@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.tools.verify.agreement import agreement, narrowed
+from titanlite.tools.verify.agreement import agreement, without_padding
 from titanlite.tools.verify.evidence import EXPLAINED
 from titanlite.tools.verify.program.code_trace import CodeTracer
 from titanlite.tools.verify.program.values import Place, Values, load_values
@@ -47,17 +47,17 @@ def first_wrong_line(
     judged = {values.places[number]: _state(tracer, *pair) for number, pair in pairs.items()}
     states = {place: state for place, state in judged.items() if state is not None}
     wrong: dict[Place, None] = {}
-    open_ones = set[Place]()
+    unjudged = set[Place]()
     for of_rank in gathered(judged):
         wrong |= dict.fromkeys(p for p, s in of_rank.items() if s not in (None, *RIGHT))
-        open_ones |= {place for place, state in of_rank.items() if state is None}
+        unjudged |= {place for place, state in of_rank.items() if state is None}
     some = list(wrong)[:MOST_REDUCED]
     found = {values.places[number]: pair for number, pair in pairs.items()}
     shares = _shares(tracer, {place: found[place] for place in some if place in found}, some)
     parts = {
         n for n, (own, whole, share) in pairs.items() if own.numel() * share[1] < whole.numel()
     }
-    return _Search(values, known, states, wrong, open_ones, shares, parts).first()
+    return _Search(values, known, states, wrong, unjudged, shares, parts).first()
 
 
 def _pairs(values: Values, known: Values, num_microbatches: int) -> dict[int, Pair]:
@@ -106,7 +106,7 @@ def _state(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int
 def _is_close(tracer: CodeTracer, own: Tensor, part: Tensor, whole: Tensor) -> bool:
     # Infinities are equal, but have no difference.
     return torch.equal(own, part) or (
-        agreement(narrowed(own, part), part, whole).difference <= tracer.tolerance
+        agreement(without_padding(own, part), part, whole).difference <= tracer.tolerance
     )
 
 
@@ -177,7 +177,7 @@ class _Search:
     known: Values
     states: Mapping[Place, str]
     wrong: Mapping[Place, None]
-    open_ones: Collection[Place]
+    unjudged: Collection[Place]
     """Those of which some rank cannot say that."""
     shares: Mapping[Place, str]
     parts: Collection[int]
@@ -231,7 +231,7 @@ class _Search:
         for number, own in enumerate(self.values.sources):
             for source in own:
                 readers[source].append(number)
-        known, harmless = self.states.keys() - self.open_ones, dict[int, bool]()
+        known, harmless = self.states.keys() - self.unjudged, dict[int, bool]()
         for number in reversed(range(len(self.values.places))):
             place, after = self.values.places[number], readers[number]
             is_right = place in known and place not in self.wrong

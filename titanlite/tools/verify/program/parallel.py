@@ -27,7 +27,7 @@ from titanlite.tools.verify.events import Events, Watch
 from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
-from titanlite.tools.verify.program.code_trace import CodeTracer, has_rows_of, save_part
+from titanlite.tools.verify.program.code_trace import CodeTracer, same_rows, save_part
 from titanlite.tools.verify.program.lines import first_wrong_line
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
@@ -187,7 +187,7 @@ class _Measuring:
 
     def _start_run(self, subject: Subject, start: Mapping[str, Tensor]) -> CodeRun:
         held, weights = subject.held, subject.compare_weights(start)
-        wrong = [name for name, one in weights.items() if one.error]
+        wrong = [name for name, one in weights.items() if one.error and self.traces]
         kinds = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
         every = (module for root in subject.modules for module in root.modules())
         return CodeRun(
@@ -200,7 +200,7 @@ class _Measuring:
             places={name: one.place for name, one in held.items()},
             averages=any(isinstance(module, kinds) for module in every),
             in_other_order=tuple(
-                name for name in wrong if has_rows_of(held[name].parameter, start[name])
+                name for name in wrong if same_rows(held[name].parameter, start[name])
             ),
         )
 

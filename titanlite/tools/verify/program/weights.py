@@ -100,6 +100,6 @@ def _judge(
             num_kept = 0 if (own - before)[is_wrong].any() else int(is_wrong.sum())
             num_zero = 0 if known[is_wrong].any() else int(is_wrong.sum())
             decay = agreement(own - known, before, before)
-            is_left = torch.equal(known, before)
-            found[name] = Update(fit, is_alone, decay, num_kept, num_zero, is_left)
+            is_unchanged = torch.equal(known, before)
+            found[name] = Update(fit, is_alone, decay, num_kept, num_zero, is_unchanged)
     return found
