@@ -245,20 +245,22 @@ def _check_planned_memory(job: ResolvedJob, least: int, planner: Planner) -> Non
 def _choose_device(
     config: JobConfig, num_local_ranks: int, place: Place | None, *, are_threads: bool
 ) -> str:
-    """The device of the ranks, "cpu" or "cuda"; ranks that are threads have the CPU."""
+    """The device of the ranks, "cpu" or "cuda"; ranks that are threads share a GPU if asked to."""
     if not are_threads:
         return choose_device(config.job.device, num_local_ranks)
-    if config.job.device == "cuda":
-        raise ConfigError(
-            'job.device: "cuda" needs a process for each rank, and the ranks of this job are '
-            'threads of one; give "cpu", or run them as processes'
-        )
     if place is not None:
         raise ConfigError(
             "comm.mode: ranks that are threads run in one process, and torchrun has started "
             f"{place.world_size}; start the job without torchrun, or run them as processes"
         )
-    return "cpu"
+    if config.job.device != "cuda":
+        return "cpu"
+    if config.parallelism.overlap_backend("cuda") == "symmetric_memory":
+        raise ConfigError(
+            "parallelism.async_tensor_parallel_backend: symmetric memory needs a process for each "
+            'rank, and the ranks of this job are threads of one; give "ring"'
+        )
+    return choose_device("cuda", 1)
 
 
 def _check_own_ranks(config: JobConfig, dims: ParallelDims, key: str, *, are_threads: bool) -> None:

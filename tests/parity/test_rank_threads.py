@@ -127,8 +127,9 @@ def breaks_rank_3() -> Callable[[], Any]:
 
 
 def test_what_threads_cannot_do_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r'job.device: "cuda" needs a process for each rank'):
-        train(tmp_path, "DDP", THREADS, {"job": {"device": "cuda"}})
+    symmetric = {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True}
+    with pytest.raises(ConfigError, match="symmetric memory needs a process for each rank"):
+        train(tmp_path, "DDP", THREADS, {"job": {"device": "cuda"}, "parallelism": symmetric})
     with pytest.raises(ConfigError, match="enable_profiling: torch's profiler"):
         train(tmp_path, "DDP", THREADS, {"profiling": {"enable_profiling": True}})
 

@@ -1,6 +1,6 @@
-"""What torch allocates on the CPU for one rank that is a thread, where the process has many ranks.
+"""What torch allocates for one rank that is a thread, where the process has many ranks.
 
-    allocations = Allocations()
+    allocations = Allocations()  # on the CPU; Allocations("cuda"): on the GPU
     allocations.start()          # on the thread of the rank
     allocations.stop()           # before too many are kept: 300 bytes each
     allocations.peak_bytes
@@ -30,8 +30,9 @@ class Allocations:
     backward pass, whose end restores what torch kept by thread before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cpu") -> None:
         self.bytes = self.peak_bytes = 0
+        self._usage = f"{device_type}_memory_usage"
 
     def start(self) -> None:
         """Count from here on. No other profiler may start on this thread until `stop`."""
@@ -45,7 +46,7 @@ class Allocations:
         for events in records:
             for event in events:
                 if event.kind() == "memory_alloc":
-                    self.bytes += event.cpu_memory_usage()
+                    self.bytes += getattr(event, self._usage)()
                     self.peak_bytes = max(self.peak_bytes, self.bytes)
 
 

@@ -2,7 +2,8 @@
 
 It has what gloo and NCCL have: all collectives, reductions (AVG and PREMUL_SUM too), dtypes, P2P
 messages, objects. The last rank that calls a collective computes it for all. Values are reduced in
-the order of the ranks, so a sum has the same bits in every run.
+the order of the ranks, so a sum has the same bits in every run. Tensors on a GPU are computed on
+the stream of that rank, after the streams of the others; who waits lets its own stream wait.
 
 torch lets Python derive a ProcessGroup, but no Backend; so this one is called by torch without the
 dispatcher, and must itself hide its copies from autograd, whose version counters real backends do
@@ -62,6 +63,7 @@ class Operation:
     call: Call
     compute: Callable[[list[Any]], None]
     given: dict[int, Any] = field(default_factory=dict)
+    given_at: list[Any] = field(default_factory=list)
     done: Happening = field(default_factory=Happening)
 
 
@@ -107,6 +109,7 @@ class ThreadWork(_Work):
         listener = self._exchange.listener
         with listener.waits(self._number) if listener else contextlib.nullcontext():
             self._exchange.turns.wait_for(self._done)
+        _follow(self._done.mark)
         self._given = None
         return True
 
@@ -139,7 +142,8 @@ class ThreadWork(_Work):
     def get_future(self) -> Any:
         # Who takes a future may wait for it in C++, where no other rank could take its turn.
         self.wait()
-        future: Any = torch.futures.Future()
+        gpus = {tensor.device for tensor in self._result if tensor.is_cuda}
+        future: Any = torch.futures.Future(devices=list(gpus))
         future.set_result(self._result)
         return future
 
@@ -176,6 +180,7 @@ class _Message:
     tensor: Tensor
     source: int
     done: Happening
+    given_at: Any
 
 
 class ThreadGroup(_ProcessGroup):
@@ -422,7 +427,8 @@ class ThreadGroup(_ProcessGroup):
         peer = source if to is None else to
         what = f"{'receive' if to is None else 'send'} of {_size(tensor)}"
         peers = () if peer < 0 else (self.ranks[peer],)
-        own = _Message(tensor, source, Happening(Message(what, peers, user_site(), self.label)))
+        done = Happening(Message(what, peers, user_site(), self.label))
+        own = _Message(tensor, source, done, _mark([tensor]))
         mine, theirs = shared.sends[key], shared.receives[key]
         if to is None:
             mine, theirs = theirs, mine
@@ -439,8 +445,10 @@ class ThreadGroup(_ProcessGroup):
                     f"rank {self.ranks[sent.source]} sends {_size(sent.tensor)} to rank "
                     f"{self.ranks[key[1]]}, which receives {_size(received.tensor)}"
                 )
+            _follow(other.given_at)
             with unseen():
                 _write(received.tensor, sent.tensor.reshape(received.tensor.shape))
+            other.done.mark = done.mark = _mark([received.tensor])
             received.source = sent.source
             shared.turns.happen(other.done)
             own.done.has_happened = True
@@ -484,14 +492,18 @@ class ThreadGroup(_ProcessGroup):
             # an error raised here could be caught by the code of a rank.
             shared.turns.wait_for(Happening(call))
         under_way.given[self._rank] = given
+        under_way.given_at.append(_mark(sizes))
         number = 0
         if shared.listener:
             # Before a result may overwrite what this rank gives.
             number = shared.listener.collective(own, call, self.ranks, sizes, result)
         if len(under_way.given) == self.size():
             del shared.operations[key]
+            for mark in under_way.given_at:
+                _follow(mark)
             with unseen():
                 under_way.compute([under_way.given[rank] for rank in range(self.size())])
+            under_way.done.mark = _mark(result)
             shared.turns.happen(under_way.done)
         return ThreadWork(shared, under_way.done, result, number=number, given=given)
 
@@ -520,6 +532,18 @@ def user_site() -> str:
             return show_place(file, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return UNKNOWN
+
+
+def _mark(tensors: Sequence[Tensor]) -> Any:
+    """Where this thread's stream is, if one of the tensors is on a GPU; else None."""
+    on_gpu = any(tensor.is_cuda for tensor in tensors)
+    return torch.cuda.current_stream().record_event() if on_gpu else None
+
+
+def _follow(mark: Any) -> None:
+    """Let this thread's stream wait for a mark."""
+    if mark is not None:
+        torch.cuda.current_stream().wait_event(mark)
 
 
 def _size(tensor: Tensor) -> str:

@@ -3,8 +3,8 @@
     results = run_threads(function, places, *args)      # for spawn(..., threads=True)
 
 One rank runs at a time (turns.py), and the settings that a process has once (random generators,
-torch.distributed's groups, default dtype) are exchanged as it hands over. CUDA, and what only
-processes can do, is refused by those who start a world.
+torch.distributed's groups, default dtype) are exchanged as it hands over. All ranks share one GPU,
+or the CPU. What only processes can do is refused by those who start a world.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class State:
     def __init__(self, before: State | None = None) -> None:
         self.names = [(owner, name, getattr(owner, name)) for owner, name in _of_process()]
         self.torch, self.python = torch.get_rng_state(), random.getstate()
+        self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         self.dtype, self.deterministic = torch.get_default_dtype(), deterministic()
         # NumPy needs longer for its state than for a turn, and few programs draw from it.
         self.numpy: Any = None
@@ -85,6 +86,9 @@ class State:
     def begin(self) -> None:
         """Let a rank start from this state of the process, with groups and tables of its own."""
         self.apply()
+        if self.cuda is None and torch.cuda.is_initialized():
+            # Another rank was the first to use the GPU: begin as a process does.
+            torch.cuda.manual_seed(torch.initial_seed())
         groups = [name for _, name in _of_process(GROUPS)]
         for owner, name, value in self.names:
             if name in groups:
@@ -98,6 +102,8 @@ class State:
         for owner, name, value in self.names:
             setattr(owner, name, value)
         torch.set_rng_state(self.torch)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
         random.setstate(self.python)
         if _numpy_bytes() != self.numpy_bytes or self.numpy["has_gauss"]:
             np.random.set_state(self.numpy)
@@ -199,13 +205,13 @@ class ThreadWorld:
         self._states[rank] = State(self._states.get(rank))
 
     @contextlib.contextmanager
-    def counting_memory(self) -> Iterator[None]:
+    def counting_memory(self, device_type: str) -> Iterator[None]:
         """Inside, count what this rank allocates, until it starts a profiler of torch."""
         if self.size > MOST_COUNTED:
             yield
             return
         rank = current_rank()
-        self._allocations[rank] = Allocations()
+        self._allocations[rank] = Allocations(device_type)
         self._allocations[rank].start()
         try:
             yield
@@ -366,7 +372,7 @@ def _threaded_groups() -> Iterator[None]:
             BACKEND,
             lambda options, _: thread_world().open_group(options, _),
             extended_api=True,
-            devices=["cpu"],
+            devices=["cpu", "cuda"],
         )
         dist.Backend.default_device_backend_map.update(devices)
     # Each thread looks up groups by name among its own.

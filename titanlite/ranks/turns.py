@@ -34,6 +34,8 @@ class Happening:
         self.what = what
         """What a report says of it."""
         self.has_happened = False
+        self.mark: Any = None
+        """What the rank that made it happen has left for those that waited."""
         self.waiting: list[int] = []
 
 

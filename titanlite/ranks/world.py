@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from titanlite.errors import ConfigError
 from titanlite.ranks.attempt import agree_on_attempt
 from titanlite.ranks.launch import Place
 from titanlite.ranks.machine import num_cores
-from titanlite.ranks.settings import keeping_freed_memory, own_settings, prepare_process
+from titanlite.ranks.settings import (
+    fix_workspace,
+    keeping_freed_memory,
+    own_settings,
+    prepare_process,
+)
 from titanlite.ranks.thread_group import ThreadGroup
 from titanlite.ranks.watch import Traces, Watch, watching
 
@@ -77,15 +81,14 @@ class World:
         """A context in which `peak_allocated_bytes` is counted, for a rank that is a thread."""
         if isinstance(self.watch, Watch) or self.watch is None:
             return contextlib.nullcontext()
-        return self.watch.counting_memory()
+        return self.watch.counting_memory(self.device.type)
 
     def peak_allocated_bytes(self) -> int | None:
         """The most that torch had allocated for this rank at a time; None: not counted."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        if isinstance(self.watch, Watch) or self.watch is None:
-            return None
-        return self.watch.peak_bytes()
+        if not isinstance(self.watch, Watch) and self.watch is not None:
+            return self.watch.peak_bytes()
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.max_memory_allocated(self.device) if on_gpu else None
 
     def patched(
         self, patch: Callable[[], AbstractContextManager[Any]] | None
@@ -139,9 +142,7 @@ def open_world(
     set it later, but then a report lacks the coordinates of ranks that never joined.
     """
     if place.is_thread:
-        if device_type == "cuda":
-            raise ConfigError('device_type: "cuda" needs a process for each rank; give "cpu"')
-        with _open_thread_world(place, describe_place) as world:
+        with _open_thread_world(place, device_type, describe_place) as world:
             yield world
         return
     with contextlib.ExitStack() as exits:
@@ -153,6 +154,7 @@ def open_world(
             num_threads=max(1, num_cores() // place.local_world_size),
         )
         if device_type == "cuda":
+            fix_workspace()
             device = torch.device("cuda", place.local_rank)
             exits.enter_context(torch.cuda.device(device))
             exits.enter_context(torch.random.fork_rng([device], device_type="cuda"))
@@ -191,23 +193,33 @@ def open_world(
 
 
 @contextlib.contextmanager
-def _open_thread_world(place: Place, describe_place: Callable[[int], str]) -> Iterator[World]:
-    """The world of a rank that is a thread; run_threads has prepared the process."""
+def _open_thread_world(
+    place: Place, device_type: str, describe_place: Callable[[int], str]
+) -> Iterator[World]:
+    """The world of a rank that is a thread; run_threads has prepared the process.
+
+    On CUDA all ranks share the current GPU. A backward pass then runs on the rank's own thread, as
+    on the CPU: in autograd's one thread for the GPU, the first rank to wait would stop them all.
+    """
     from titanlite.ranks.threads import thread_world
 
     of_all = thread_world()
     of_all.describe_place = describe_place
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=place.rank, world_size=place.world_size
-    )
-    try:
+    device = torch.device(device_type)
+    with contextlib.ExitStack() as exits:
+        if device_type == "cuda":
+            fix_workspace()
+            device = torch.device("cuda", torch.cuda.current_device())
+            exits.enter_context(torch.autograd.set_multithreading_enabled(False))
+        exits.callback(_leave_group)
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=place.rank, world_size=place.world_size
+        )
         yield World(
             *(place.rank, place.world_size, place.local_rank, place.local_world_size),
-            device=torch.device("cpu"),
+            device=device,
             watch=of_all,
         )
-    finally:
-        _leave_group()
 
 
 def _leave_group() -> None:

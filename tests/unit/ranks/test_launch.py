@@ -210,7 +210,7 @@ def test_cuda_without_gpus_is_refused(monkeypatch):
     assert choose_device("cpu", 1) == "cpu"
     with pytest.raises(
         ConfigError,
-        match=r'job\.device: "cuda" needs a GPU for each of the 4 ranks here, and there are 2;',
+        match=r'job\.device: "cuda" needs a GPU for each of 4 ranks here, and there are 2;',
     ):
         choose_device("cuda", 4)
 

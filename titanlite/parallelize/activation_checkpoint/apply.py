@@ -134,7 +134,7 @@ def apply_ac(
         debug=debug,
         save_cpu_attention=save_cpu_attention,
     )
-    every = _block_interval(selective_option) if mode == "selective" else 1
+    every = block_interval(selective_option) if mode == "selective" else 1
     if mode == "memory_budget" and not 0 <= memory_budget <= 1:
         raise TitanliteError(
             f"apply_ac: memory_budget {memory_budget} is out of range; give 0 to 1"
@@ -162,9 +162,7 @@ def apply_ac(
     container = find_container(model, plan, "activation checkpointing")
     wrapped = []
     for index, (key, block) in enumerate(list(container.named_children())):
-        # In a pipeline stage, blocks keep their keys of the whole model.
-        place = int(key) if key.isdigit() else index
-        if (place + 1) % every == 0:
+        if is_checkpointed(key, index, every):
             own = dict(options)
             if has_buffers(block):
                 own |= {"checkpoint_fn": _checkpoint, "states": BufferStates()}
@@ -196,7 +194,16 @@ def _checkpoint(
     return checkpoint(run, *args, **options)
 
 
-def _block_interval(selective_option: object) -> int:
+def is_checkpointed(key: str, index: int, every: int) -> bool:
+    """Whether the block at `index`, named `key` in its container, is an `every`-th one.
+
+    In a pipeline stage, blocks keep their keys of the whole model.
+    """
+    place = int(key) if key.isdigit() else index
+    return (place + 1) % every == 0
+
+
+def block_interval(selective_option: object) -> int:
     """The n of "every n-th block is checkpointed"; 1 for "op"."""
     text = str(selective_option)
     if text != "op" and not (text.isascii() and text.isdecimal() and int(text) > 0):

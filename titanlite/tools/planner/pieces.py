@@ -25,6 +25,7 @@ from titanlite.job import Job
 from titanlite.modules.experts import expert_layers
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part
+from titanlite.parallelize.activation_checkpoint.apply import block_interval, is_checkpointed
 from titanlite.parallelize.ddp import apply as ddp
 from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.parallelize.part import DTYPES
@@ -59,8 +60,11 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
 
     Raises TraceError if the job's own code cannot run on fake tensors.
     """
-    fewer, seen = _FewerBlocks(), _Seen()
     small = smaller(resolved, is_compiled=is_compiled)
+    recomputed = small.config.activation_checkpoint
+    is_selective = recomputed.mode == "selective"
+    every = block_interval(recomputed.selective_ac_option) if is_selective else 1
+    fewer, seen = _FewerBlocks(every), _Seen()
     layout = small.config.parallelism.context_parallel_load_balancer
     rank = representatives(small.dims, layout)[0]
     try:
@@ -181,11 +185,13 @@ class _Seen:
 class _FewerBlocks:
     """Builds a model with at most two blocks of each kind.
 
-    Blocks with the same modules and parameters are of one kind. `kinds` and `names` are those of
-    all blocks, `kept_kinds` and `kept` those of the blocks that stay.
+    Blocks with the same modules and parameters are of one kind, if both are recomputed or neither
+    is: every `every`-th one may be. `kinds` and `names` are those of all blocks, `kept_kinds` and
+    `kept` those of the blocks that stay.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: int) -> None:
+        self._every = every
         self.names: list[str] = []
         self.kinds: list[int] = []
         self.kept: list[str] = []
@@ -198,7 +204,10 @@ class _FewerBlocks:
         blocks = find_blocks(model, plan)
         self.names = [plan.block_name(key) for key in blocks]
         known: dict[Any, int] = {}
-        self.kinds = [known.setdefault(_look(block), len(known)) for block in blocks.values()]
+        self.kinds = [
+            known.setdefault((*_look(block), is_checkpointed(key, index, self._every)), len(known))
+            for index, (key, block) in enumerate(blocks.items())
+        ]
         self.kept_kinds, removed = [], []
         for key, kind in zip(blocks, self.kinds, strict=True):
             if self.kept_kinds.count(kind) < 2:
@@ -206,8 +215,9 @@ class _FewerBlocks:
             else:
                 removed.append(key)
         container: Any = model.get_submodule(plan.blocks or "") if blocks else None
-        for key in reversed(removed):
-            del container[key if isinstance(container, nn.ModuleDict) else int(key)]
+        for key in removed:
+            # The others keep their names: those of a ModuleList would move up.
+            del container._modules[key]
         self.kept = [plan.block_name(key) for key in find_blocks(model, plan)]
         return model, plan
 

@@ -16,6 +16,7 @@ from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
 from titanlite.errors import ConfigError, TitanliteError, quote, suggest
 from titanlite.observe.terminal import telling
+from titanlite.ranks.launch import choose_device
 from titanlite.ranks.machine import check_local_ranks, needs_threads
 from titanlite.start import check_start
 from titanlite.tools.options import count, require_writable, split_options, write
@@ -156,6 +157,7 @@ def verify_matrix(options: Options) -> int:
         reading = read_job(options.job)
         reading.draft()
         job = reading.require()
+    on_gpu = job is not None and job.job.device == "cuda"
     return run_matrix(
         num_ranks=options.ranks,
         folder=Path(options.output),
@@ -163,6 +165,7 @@ def verify_matrix(options: Options) -> int:
         steps=options.steps or 2,
         with_compile=options.compile,
         limit=options.limit,
+        device_type=choose_device("cuda", 1 if threads else options.ranks) if on_gpu else "cpu",
         threads=threads,
         junit=options.junit,
     )

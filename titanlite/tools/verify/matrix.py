@@ -215,6 +215,7 @@ def run_matrix(
     limit: int | None = None,
     stream: TextIO | None = None,
     verifier: Verifier | None = None,
+    device_type: str = "cpu",
     threads: bool = False,
     junit: str | None = None,
 ) -> int:
@@ -229,7 +230,7 @@ def run_matrix(
 
     out = sys.stdout if stream is None else stream
     features = features_of(num_ranks, with_compile=with_compile, job=job)
-    code = code_digest(job) + ("-threads" if threads else "")
+    code = code_digest(job) + "-threads" * threads + "-cuda" * (device_type == "cuda")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         results = read_results(folder, num_ranks, steps, code, features)
@@ -257,7 +258,8 @@ def run_matrix(
         flush=True,
     )
     # The caller closes a verifier that it passes in.
-    opened = contextlib.nullcontext(verifier) if verifier else Verifier(threads=threads)
+    own = contextlib.nullcontext(verifier) if verifier else None
+    opened = own or Verifier(device_type, threads=threads)
     began = time.monotonic()
     with opened as ranks, lines:
         # A killed run may have left an incomplete last line.

@@ -150,16 +150,18 @@ class ThreadPool(RankPool):
         def run() -> list[T]:
             self.is_busy = False
             most = self.max_ranks
-            arguments = (function, args, kwargs)
+            arguments = (self.device_type, function, args, kwargs)
             return spawn(_on_thread, self.num_ranks, *arguments, max_ranks=most, threads=True)
 
         return run
 
 
-def _on_thread(place: Place, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _on_thread(
+    place: Place, device_type: str, function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     from titanlite.ranks.world import open_world
 
-    with open_world(place) as world:
+    with open_world(place, device_type) as world:
         return function(world, *args, **kwargs)
 
 

@@ -25,7 +25,8 @@ def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
     size = batch // found.reference_parts
     ep = f", ep {found.job.dims.ep}" if found.job.dims.ep_enabled else ""
     how = "in one batch" if found.reference_parts == 1 else f"{size} at a time"
-    ranks = f"{found.job.dims.world_size} ranks{' as threads' if found.threads else ''}"
+    ranks = f"{found.job.dims.world_size} ranks" + " as threads" * found.threads
+    ranks += (" on one GPU" if found.threads else " on GPUs") * (found.device_type == "cuda")
     lines = [
         ("plan", f"{found.job.dims.describe()}{ep}, {ranks}: {source}"),
         ("reference", f"the same {batch} sequences per step on one process, {how}; {found.dtype}"),
@@ -210,6 +211,7 @@ def to_json(found: Result, ran: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **ran,
         "threads": found.threads,
+        "device": found.device_type,
         "agrees": found.agrees,
         "margin": number(found.margin) if has_run else None,
         "largest": number(found.differences[found.worst[0]][found.worst[1]]) if has_run else None,

@@ -48,6 +48,7 @@ class Result:
     seconds: float = 0.0
     threads: bool = False
     """Whether the ranks were threads of one process."""
+    device_type: str = "cpu"
 
     @property
     def agrees(self) -> bool:

@@ -92,7 +92,8 @@ class Verifier:
         alone = reference_job(plan)
         parts = plan.global_batch_size // alone.config.training.local_batch_size
         found = Verification(plan, dtype, steps, parts, given=tolerance)
-        found.threads = self.pool(plan.dims.world_size).are_threads
+        pool = self.pool(plan.dims.world_size)
+        found.threads, found.device_type = pool.are_threads, pool.device_type
         on_start(found)
         # The ranks start while the reference runs.
         self.pool(plan.dims.world_size).start()

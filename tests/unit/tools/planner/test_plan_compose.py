@@ -19,7 +19,7 @@ from titanlite.tools.planner.segments import P2P, Shared
 from titanlite.tools.planner.trace import trace_rank
 
 CONFIGS = Path(__file__).parents[4] / "configs"
-QUICK = ("tp2_fsdp2", "ac", "pp2_fsdp2", "gpt2_pp2_tp2", "float8")
+QUICK = ("tp2_fsdp2", "pp2_fsdp2", "gpt2_pp2_tp2", "float8")
 # cifar10 needs its data set.
 SLOW = sorted({path.stem for path in CONFIGS.glob("*.toml")} - {*QUICK, "cifar10"})
 
@@ -122,6 +122,10 @@ def test_all_composed_experts_equal_traced_ones(plan: str) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_composed_steps_equal_traced_ones(name: str) -> None:
     check(name)
+
+
+def test_a_composed_step_that_recomputes_every_third_block_equals_a_traced_one() -> None:
+    check("ac", "--model.num_layers=7", "--activation_checkpoint.selective_ac_option=3")
 
 
 @pytest.mark.slow

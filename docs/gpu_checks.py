@@ -1,0 +1,348 @@
+"""Run titanlite on the GPUs of this machine, and write one report: what to do there first.
+
+    python docs/gpu_checks.py FOLDER                  # report.md and a log of each check
+    python docs/gpu_checks.py FOLDER --only verify    # kernels, train, equal, verify or measure
+    python docs/gpu_checks.py FOLDER --plan           # without a GPU: foretell what measure finds
+
+Each check is a command of titanlite or a test, in a process of its own. On one GPU the ranks of a
+plan are threads that share it; on several, plans of as many ranks also run over NCCL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import titanlite
+from titanlite.config import read_job
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+PLANNED, MEASURED = "planned.json", "measured.json"
+# Data that a clone does not have; a compiled model under threads.
+LEFT_OUT = ("cifar10", "compile")
+AT_ONCE = 8
+LIMIT_SECONDS = 200
+
+SMALL = (
+    *("--training.steps=6", "--training.dataset=synthetic", "--validation.enable=false"),
+    "--sampling.num_samples=0",
+)
+ALONE = (
+    *("--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=1"),
+    *("--job.device=cuda", *SMALL),
+)
+# Features on one GPU: configuration, and options beside those of ALONE.
+TRAINED: Mapping[str, tuple[str, ...]] = {
+    "images": ("single",),
+    "text": ("llama_tiny",),
+    "experts": ("moe_ep4", "--parallelism.expert_parallel_degree=1"),
+    "full recomputation": ("single", "--activation_checkpoint.mode=full"),
+    "selective recomputation": (
+        "llama_tiny",
+        "--activation_checkpoint.mode=selective",
+        "--activation_checkpoint.selective_ac_option=op",
+    ),
+    "bfloat16": ("bf16",),
+    "bfloat16 experts": (
+        "moe_ep4",
+        "--parallelism.expert_parallel_degree=1",
+        "--training.mixed_precision_param=bfloat16",
+    ),
+    "float8": ("float8", "--training.mixed_precision_param=bfloat16"),
+    "float8 rowwise": (
+        "float8",
+        "--training.mixed_precision_param=bfloat16",
+        "--quantize.linear.float8.recipe_name=rowwise",
+        "--quantize.linear.float8.enable_fsdp_float8_all_gather=false",
+        "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=false",
+    ),
+    "offload": ("offload",),
+    "compile": ("compile",),
+    "compile, bfloat16, text": (
+        "llama_tiny",
+        "--compile.enable=true",
+        "--training.mixed_precision_param=bfloat16",
+    ),
+    "deterministic": ("single", "--debug.deterministic=true"),
+    "documents": ("llama_tiny", "--training.attend_across_documents=false"),
+    "checkpoints": ("single", "--checkpoint.enable=true", "--checkpoint.interval=3"),
+    "checkpoints with pinned memory": (
+        *("single", "--checkpoint.enable=true", "--checkpoint.interval=3"),
+        "--checkpoint.async_mode=async_with_pinned_mem",
+    ),
+    "traces and snapshots": (
+        *("single", "--profiling.enable_profiling=true", "--profiling.enable_memory_snapshot=true"),
+        *("--profiling.profile_freq=4", "--profiling.profiler_warmup=1"),
+        "--profiling.profiler_active=1",
+    ),
+}
+# In float64, a GPU and a CPU must train alike.
+EQUAL = ("single", "llama_tiny", "gpt2_pp2_tp2", "moe_ep4")
+
+# Eight blocks of Llama 3 8B, of one sequence of 8,192 tokens, in bfloat16.
+BASE: dict[str, Any] = {
+    "model.name": "llama3",
+    "model.flavor": "8B",
+    "model.n_layers": 8,
+    "training.dataset": "synthetic",
+    "training.seq_len": 8192,
+    "training.local_batch_size": 1,
+    "training.steps": 10,
+    "training.mixed_precision_param": "bfloat16",
+    "activation_checkpoint.mode": "selective",
+    "activation_checkpoint.selective_ac_option": "2",
+    "sampling.num_samples": 0,
+    "metrics.log_freq": 1,
+}
+NONE = {"activation_checkpoint.mode": "none"}
+FULL = {"activation_checkpoint.mode": "full"}
+COMPILED = {"compile.enable": True}
+FLOAT8 = {"model.converters": ["quantize.linear.float8"]}
+NARROW = {"model.dim": 2048, "model.n_layers": 16, "training.seq_len": 2048}
+MEASURES: Mapping[str, dict[str, Any]] = {
+    "every second block recomputed": {},
+    "recomputed by operator": {"activation_checkpoint.selective_ac_option": "op"},
+    "nothing recomputed": NONE,
+    "all recomputed": FULL,
+    "all recomputed, 2 sequences": FULL | {"training.local_batch_size": 2},
+    "4 blocks, 32,768 tokens, all recomputed": FULL
+    | {"model.n_layers": 4, "training.seq_len": 32768},
+    "2,048 wide, 16 blocks, 8 x 2,048 tokens": NARROW | NONE | {"training.local_batch_size": 8},
+    "the same, 4 microbatches of 2": NARROW
+    | NONE
+    | {"training.local_batch_size": 2, "training.global_batch_size": 8},
+    "the same in float32": NARROW
+    | NONE
+    | {"training.local_batch_size": 4, "training.mixed_precision_param": "float32"},
+    "GPT-2 124M, 16 x 1,024 tokens": NONE
+    | {
+        "model.name": "gpt2",
+        "model.flavor": "124M",
+        "model.n_layers": 12,
+        "training.seq_len": 1024,
+        "training.local_batch_size": 16,
+    },
+    "compiled, every second block recomputed": COMPILED,
+    "compiled, all recomputed": COMPILED | FULL,
+    "compiled, float8": COMPILED | FLOAT8,
+    "float8": FLOAT8,
+}
+
+
+@dataclass
+class Check:
+    """A command, how it ended, and the lines of its log that a report shows."""
+
+    group: str
+    name: str
+    command: list[str]
+    status: int | None = None
+    seconds: float = 0.0
+    shown: str = ""
+
+
+def checks(folder: Path, num_gpus: int) -> Iterator[Check]:
+    """All checks but the measurement, those of several GPUs if there are any."""
+    python, own = sys.executable, str(Path(__file__))
+    kernels = "tests/unit/modules/test_attention_kernels.py", "tests/unit/observe"
+    yield Check("kernels", "tests", [python, "-m", "pytest", "-q", "-m", "not slow", *kernels])
+    for name, (config, *options) in TRAINED.items():
+        path, dump = f"configs/{config}.toml", folder / "runs" / name.replace(" ", "_")
+        where = f"--job.dump_folder={dump}"
+        command = [python, "train.py", f"--job.config_file={path}", where, *ALONE, *options]
+        yield Check("train", name, command)
+    for name in EQUAL:
+        yield Check("equal", name, [python, own, str(folder), "--equal", name])
+    for path in sorted(CONFIGS.glob("*.toml")):
+        if path.stem in LEFT_OUT:
+            continue
+        command = [python, "-m", "titanlite", "verify", str(path.relative_to(ROOT))]
+        command += ["--job.device=cuda", "--steps=2"]
+        yield Check("verify", f"{path.stem}, ranks as threads", [*command, "--threads"])
+        num_ranks = read_job([str(path)]).draft().dims.world_size
+        if 1 < num_ranks <= num_gpus:
+            yield Check("verify", f"{path.stem}, {num_ranks} GPUs", [*command, "--processes"])
+
+
+def run(check: Check, folder: Path) -> Check:
+    """Run a check, with its output in a log of its own."""
+    log = folder / "logs" / f"{check.group}, {check.name}.txt".replace(" ", "_").replace(",", "")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with log.open("w") as out, contextlib.suppress(subprocess.TimeoutExpired):
+        ended = subprocess.run(
+            check.command, stdout=out, stderr=out, timeout=LIMIT_SECONDS, cwd=ROOT, check=False
+        )
+        check.status = ended.returncode
+    check.seconds = time.monotonic() - began
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    words = ("AGREES", "DIFFERS", "DOES NOT", "done in", "passed", "failed", "Error", "differ by")
+    shown = [line for line in lines if any(word in line for word in words)] or lines[-1:]
+    check.shown = (shown[-1] if check.group != "verify" else shown[0]).replace("|", "/")[:160]
+    return check
+
+
+def equal(config: str) -> int:
+    """Train on the GPU and on the CPU in float64; 0 if losses and norms agree."""
+    found = {}
+    for device in ("cpu", "cuda"):
+        dtype = "--training.dtype=float64", f"--job.device={device}"
+        whole = "--parallelism.pipeline_parallel_degree=1", "--parallelism.expert_parallel_degree=1"
+        job = read_job([str(CONFIGS / f"{config}.toml"), *ALONE, *dtype, *whole]).require()
+        done = titanlite.train(job)
+        found[device] = [*done.losses, *done.grad_norms]
+    worst = max(abs(a - b) / abs(a) for a, b in zip(*found.values(), strict=True))
+    print(f"losses and gradient norms of 6 steps differ by {worst:.1e} at most")
+    return 0 if worst < 1e-11 else 1
+
+
+def job_of(changes: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
+    """The sections of a job of MEASURES."""
+    values = BASE | {"job.dump_folder": str(folder / "runs/measure")} | changes
+    values.setdefault("training.global_batch_size", values["training.local_batch_size"])
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return sections
+
+
+def measure_one(changes: Mapping[str, Any], folder: Path) -> dict[str, float]:
+    """Train on the GPU; the median second of a step, and the GiB at the peak after the first."""
+    torch.cuda.empty_cache()
+
+    def on_step(event: Any) -> None:
+        if event.step == 2:
+            torch.cuda.reset_peak_memory_stats()
+
+    done = titanlite.train(job_of(changes, folder), on_step=on_step)
+    steps = [one.seconds for one in done.metrics[3:]]
+    return {
+        "seconds": statistics.median(steps),
+        "slowest": max(steps),
+        "allocated": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved": torch.cuda.max_memory_reserved() / 2**30,
+    }
+
+
+def plan_one(changes: Mapping[str, Any], folder: Path) -> dict[str, float]:
+    """What `titanlite plan --hardware h100` foretells."""
+    figures, job = folder / "plan.json", folder / "job.toml"
+    # All its keys are options.
+    job.write_text("[job]\n")
+    options = [
+        f"--{section}.{key}={','.join(value) if isinstance(value, list) else value}"
+        for section, keys in job_of(changes, folder).items()
+        for key, value in keys.items()
+    ]
+    command = [sys.executable, "-m", "titanlite", "plan", str(job), "--hardware", "h100"]
+    command += ["--json", str(figures), *options]
+    ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    if ended.returncode not in (0, 1):
+        raise ValueError(ended.stderr.strip().splitlines()[-1])
+    found = json.loads(figures.read_text())
+    return {"seconds": found["time"]["seconds"], "allocated": found["peak_bytes"] / 2**30}
+
+
+def each_measure(
+    one: Callable[[Mapping[str, Any], Path], dict[str, float]], folder: Path, name: str
+) -> None:
+    """`one` of each of MEASURES, in the file `name`; what fails is a sentence."""
+    found: dict[str, Any] = {}
+    for title, changes in MEASURES.items():
+        began = time.monotonic()
+        try:
+            found[title] = one(changes, folder)
+        except Exception as error:
+            found[title] = {"error": f"{type(error).__name__}: {error}"[:300]}
+        print(f"{title}: {found[title]} ({time.monotonic() - began:.0f} s)", flush=True)
+        (folder / name).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def table_of_measures(planned: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:
+    """Rows of Markdown: the step and the memory, planned and measured."""
+    rows = [
+        "| job | step, planned | measured | error | peak, planned | allocated | error | reserved |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for title, found in measured.items():
+        plan = planned.get(title, {})
+        if "error" in found or "seconds" not in plan:
+            rows.append(f"| {title} | {found.get('error', 'not planned')} |")
+            continue
+        errors = [f"{plan[key] / found[key] - 1:+.1%}" for key in ("seconds", "allocated")]
+        times = [f"{one['seconds'] * 1e3:,.0f} ms" for one in (plan, found)]
+        sizes = [f"{one['allocated']:.1f} GiB" for one in (plan, found)]
+        cells = [title, *times, errors[0], *sizes, errors[1], f"{found['reserved']:.1f} GiB"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def report(folder: Path, done: list[Check]) -> str:
+    """What was found, as Markdown."""
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    lines = [
+        "# titanlite on the GPUs of a machine\n",
+        f"titanlite {titanlite.__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
+        f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, {len(names)} x {names[0]}\n",
+        f"{sum(one.status == 0 for one in done)} of {len(done)} checks passed.\n",
+        "| check | | seconds | |",
+        "| --- | --- | --- | --- |",
+    ]
+    for one in done:
+        verdict = {0: "passed", None: f"over {LIMIT_SECONDS} s"}.get(one.status, "**failed**")
+        seconds = f"{one.seconds:.0f}"
+        lines.append(f"| {one.group}: {one.name} | {verdict} | {seconds} | {one.shown} |")
+    measured = folder / MEASURED
+    planned = ROOT / "docs/evidence/gpu" / PLANNED
+    if measured.exists() and planned.exists():
+        tables = json.loads(planned.read_text()), json.loads(measured.read_text())
+        lines += ["", *table_of_measures(*tables)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="kernels,train,equal,verify,measure")
+    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--equal")
+    given = parser.parse_args()
+    folder = given.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if given.equal:
+        return equal(given.equal)
+    if given.plan:
+        each_measure(plan_one, folder, PLANNED)
+        return 0
+    groups = given.only.split(",")
+    # Alone: nothing else may take the GPU meanwhile.
+    if "measure" in groups:
+        each_measure(measure_one, folder, MEASURED)
+    chosen = [one for one in checks(folder, torch.cuda.device_count()) if one.group in groups]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        done = list(pool.map(lambda one: run(one, folder), chosen))
+    text = report(folder, done)
+    (folder / "report.md").write_text(text)
+    print(text)
+    return 0 if all(one.status == 0 for one in done) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
