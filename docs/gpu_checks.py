@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
@@ -178,16 +179,23 @@ def checks(folder: Path, num_gpus: int) -> Iterator[Check]:
             yield Check("verify", f"{path.stem}, {num_ranks} GPUs", [*command, "--processes"])
 
 
-def run(check: Check, folder: Path) -> Check:
-    """Run a check, with its output in a log of its own."""
+def run(check: Check, folder: Path, cores: Queue[set[int]]) -> Check:
+    """Run a check on some of the cores, with its output in a log of its own."""
     log = folder / "logs" / f"{check.group}, {check.name}.txt".replace(" ", "_").replace(",", "")
     log.parent.mkdir(parents=True, exist_ok=True)
+    own = cores.get()
     began = time.monotonic()
     with log.open("w") as out, contextlib.suppress(subprocess.TimeoutExpired):
         ended = subprocess.run(
-            check.command, stdout=out, stderr=out, timeout=LIMIT_SECONDS, cwd=ROOT, check=False
+            ["taskset", "-c", ",".join(map(str, sorted(own))), *check.command],
+            stdout=out,
+            stderr=out,
+            timeout=LIMIT_SECONDS,
+            cwd=ROOT,
+            check=False,
         )
         check.status = ended.returncode
+    cores.put(own)
     check.seconds = time.monotonic() - began
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     words = ("AGREES", "DIFFERS", "DOES NOT", "done in", "passed", "failed", "Error", "differ by")
@@ -232,7 +240,8 @@ def measure_one(changes: Mapping[str, Any], folder: Path) -> dict[str, float]:
             torch.cuda.reset_peak_memory_stats()
 
     done = titanlite.train(job_of(changes, folder), on_step=on_step)
-    steps = [one.seconds for one in done.metrics[3:]]
+    lines = (done.dump_folder / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["seconds"] for line in lines[3:]]
     return {
         "seconds": statistics.median(steps),
         "slowest": max(steps),
@@ -339,8 +348,13 @@ def main() -> int:
     if "measure" in groups:
         each_measure(measure_one, folder, MEASURED)
     chosen = [one for one in checks(folder, torch.cuda.device_count()) if one.group in groups]
-    with ThreadPoolExecutor(given.at_once) as pool:
-        done = list(pool.map(lambda one: run(one, folder), chosen))
+    every = sorted(os.sched_getaffinity(0))
+    at_once = min(given.at_once, len(every))
+    cores: Queue[set[int]] = Queue()
+    for index in range(at_once):
+        cores.put(set(every[index::at_once]))
+    with ThreadPoolExecutor(at_once) as pool:
+        done = list(pool.map(lambda one: run(one, folder, cores), chosen))
     text = report(folder, done)
     (folder / "report.md").write_text(text)
     print(text)

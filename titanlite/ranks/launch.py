@@ -9,6 +9,7 @@ Functions are sent with cloudpickle, so functions defined in a notebook work too
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -108,7 +109,9 @@ def spawn(
             Place(rank, num_ranks, rank, num_ranks, rendezvous=THREADS) for rank in range(num_ranks)
         ]
         with _noting_the_report():
-            return run_threads(function, places, *args, stop=stop)
+            results = run_threads(function, places, *args, stop=stop)
+        collect_on_gpu()
+        return results
 
     def send_result(place: Place, connection: Connection) -> None:
         place = replace(place, orders=connection)
@@ -452,6 +455,16 @@ def choose_device(requested: str, num_local_ranks: int) -> str:
             f'job.device: "cuda" needs {whom}, and there are {available}; use "auto" or "cpu"{ways}'
         )
     return "cpu"
+
+
+def collect_on_gpu() -> None:
+    """Free what a run of this process has left on a GPU in reference cycles, such as its model.
+
+    Python would do so only once it has made many objects; CUDA's allocator does not ask for it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        gc.collect()
 
 
 def count_gpus() -> int:

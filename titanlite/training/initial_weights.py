@@ -13,13 +13,16 @@ import hashlib
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from titanlite.errors import LostWorldError, TitanliteError
 from titanlite.modules.dropout import TokenDropout
@@ -30,6 +33,8 @@ from titanlite.ranks.world import World
 
 # The largest model, in bytes of its parameters, that is built whole on the CPU of each machine.
 LARGEST_WHOLE = 64 << 30
+# The most bytes of values that a rank on a GPU draws at a time.
+MOST_DRAWN = 8 << 30
 
 
 @torch.no_grad()
@@ -45,7 +50,8 @@ def initialize(
     If `values` is given, it is a dict from name to whole parameter or buffer, and each rank copies
     its shards. The names are those of the model before it is parallelized. Otherwise values depend
     only on `seed` and the parameter's name, not on the plan or the device: they are drawn on the
-    CPU in float32, with one full parameter in memory at a time. The model can define
+    CPU in float32, with one full parameter in memory at a time; for a GPU, titanlite's own models
+    draw several at a time, up to MOST_DRAWN bytes. The model can define
     `init_parameter(name, parameter, generator)`. By default matrices are normal with standard
     deviation 0.02; vectors are one if they are called weight, else zero. A model with buffers sets
     them in `init_buffers()`; `initialize` also gives every TokenDropout the key of its random
@@ -59,14 +65,19 @@ def initialize(
     tied_here = find_tied(model)
     model.to_empty(device=device)
     tie(model, tied_here)
+    parameters = []
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
-        name = (tied or {}).get(name, name)
-        if values is not None:
-            full = values[name]
-        else:
-            full = torch.empty(parameter.shape, dtype=torch.float32)
-            draw(name, full, generator_for(seed, name))
+        parameters.append(((tied or {}).get(name, name), parameter))
+    whole: Iterable[Tensor]
+    if values is not None:
+        whole = [values[name] for name, _ in parameters]
+    else:
+        is_own = type(plain).__module__.startswith("titanlite.models.")
+        at_once = is_own and device.type == "cuda" and _get_current_dispatch_mode() is None
+        shapes = [(name, parameter.shape) for name, parameter in parameters]
+        whole = _drawn(shapes, draw, seed, torch.get_num_threads() if at_once else 1)
+    for (_, parameter), full in zip(parameters, whole, strict=True):
         local_part(parameter).copy_(shard_of(full, parameter))
     if values is None:
         init_buffers(model, seed)
@@ -74,6 +85,37 @@ def initialize(
     for name, buffer in model.named_buffers():
         local_part(buffer).copy_(shard_of(values[canonical_name(name)], buffer))
     _set_dropout_keys(model, seed)
+
+
+def _drawn(
+    shapes: Sequence[tuple[str, torch.Size]],
+    draw: Callable[[str, Tensor, torch.Generator], None],
+    seed: int,
+    num_threads: int,
+) -> Iterator[Tensor]:
+    """The initial values of parameters, in order; torch draws normal numbers on one thread each."""
+
+    @torch.no_grad()
+    def one(name: str, shape: torch.Size) -> Tensor:
+        full = torch.empty(shape, dtype=torch.float32)
+        draw(name, full, generator_for(seed, name))
+        return full
+
+    if num_threads == 1:
+        yield from (one(name, shape) for name, shape in shapes)
+        return
+    waiting: deque[tuple[int, Future[Tensor]]] = deque()
+    held = 0
+    with ThreadPoolExecutor(num_threads) as pool:
+        for name, shape in shapes:
+            size = 4 * shape.numel()
+            while waiting and held + size > MOST_DRAWN:
+                first, drawn = waiting.popleft()
+                held -= first
+                yield drawn.result()
+            waiting.append((size, pool.submit(one, name, shape)))
+            held += size
+        yield from (drawn.result() for _, drawn in waiting)
 
 
 @contextlib.contextmanager
