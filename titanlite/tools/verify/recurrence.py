@@ -38,7 +38,7 @@ class Recurrence:
         self._state: Mapping[str, Tensor] = {}
         self._has_own_samples = self._has_own_balance = True
         self._biases = {
-            name: layer.expert_bias.clone()
+            name: layer.expert_bias.cpu().clone()
             for name, layer in expert_layers(job.parts).items()
             if layer.expert_bias is not None
         }
