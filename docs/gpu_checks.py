@@ -1,8 +1,8 @@
 """Run titanlite on the GPUs of this machine, and write one report: what to do there first.
 
     python docs/gpu_checks.py FOLDER                  # report.md and a log of each check
-    python docs/gpu_checks.py FOLDER --only verify    # kernels, train, equal, verify or measure
-    python docs/gpu_checks.py FOLDER --plan           # without a GPU: foretell what measure finds
+    python docs/gpu_checks.py FOLDER --only verify    # or kernels, train, equal, measure, operators
+    python docs/gpu_checks.py FOLDER --plan h100      # without a GPU: foretell what measure finds
 
 Each check is a command of titanlite or a test, in a process of its own. On one GPU the ranks of a
 plan are threads that share it; on several, plans of as many ranks also run over NCCL.
@@ -18,20 +18,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import titanlite
 from titanlite.config import read_job
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
+EVIDENCE = ROOT / "docs/evidence/gpu"
 PLANNED, MEASURED = "planned.json", "measured.json"
 # Data that a clone does not have; a compiled model under threads.
 LEFT_OUT = ("cifar10", "compile")
@@ -147,6 +150,19 @@ MEASURES: Mapping[str, dict[str, Any]] = {
 }
 
 
+# Rows x columns x the dimension that is summed.
+PRODUCTS = (
+    *((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (8192, 1024, 4096)),
+    *((8192, 128256, 4096), (4096, 8192, 14336), (16384, 2048, 2048), (16384, 5632, 2048)),
+    *((2048, 2048, 2048), (512, 1024, 1024)),
+)
+# Batch, heads, key and value heads, tokens, head size.
+ATTENTIONS = (
+    *((1, 32, 8, 8192, 128), (8, 16, 16, 2048, 128), (1, 32, 8, 32768, 128)),
+    (16, 12, 12, 1024, 64),
+)
+
+
 @dataclass
 class Check:
     """A command, how it ended, and the lines of its log that a report shows."""
@@ -256,8 +272,54 @@ def measure_one(changes: Mapping[str, Any], folder: Path) -> dict[str, float]:
     }
 
 
-def plan_one(changes: Mapping[str, Any], folder: Path) -> dict[str, float]:
-    """What `titanlite plan --hardware h100` foretells."""
+def median_seconds(call: Callable[[], Any]) -> float:
+    """The median of 12 calls on the GPU, after 3."""
+    seconds = []
+    for _ in range(15):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(seconds[3:])
+
+
+def measure_operators(folder: Path) -> None:
+    """The speed of single operators, from which a hardware file of the planner is made."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    found: dict[str, Any] = {"products": {}, "add": {}, "attention": {}}
+    for m, n, k in PRODUCTS:
+        a, b = draw(m, k), draw(n, k)
+        seconds = median_seconds(lambda a=a, b=b: a @ b.T)
+        found["products"][f"{m}x{n}x{k}"] = f"{2 * m * n * k / seconds / 1e12:.1f} TFLOP/s"
+    for num_bytes in (10**power * part for power in range(4, 10) for part in (2, 6)):
+        a = draw(num_bytes // 4)
+        b = torch.empty_like(a)
+        seconds = median_seconds(lambda a=a, b=b: torch.add(a, 1, out=b))
+        found["add"][f"{num_bytes:.0e} bytes"] = f"{num_bytes / seconds / 1e9:.1f} GB/s"
+    for batch, heads, kv_heads, length, size in ATTENTIONS:
+        q, k, v = (draw(batch, h, length, size) for h in (heads, kv_heads, kv_heads))
+        inputs = [one.requires_grad_() for one in (q, k, v)]
+
+        def attend(inputs: Sequence[torch.Tensor] = inputs) -> torch.Tensor:
+            return scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+
+        grad = torch.randn_like(attend())
+        forward = median_seconds(attend)
+        both = median_seconds(lambda i=inputs, g=grad: torch.autograd.grad(attend(), i, g))
+        flops = 2 * batch * heads * length**2 * size
+        rates = flops / forward / 1e12, 2.5 * flops / (both - forward) / 1e12
+        name = f"{batch}x{heads}/{kv_heads}x{length}x{size}"
+        found["attention"][name] = "{:.1f} TFLOP/s forward, {:.1f} backward".format(*rates)
+    (folder / "operators.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def plan_one(changes: Mapping[str, Any], folder: Path, *, hardware: str) -> dict[str, float]:
+    """What `titanlite plan` foretells on the hardware that --plan names."""
     figures, job = folder / "plan.json", folder / "job.toml"
     # All its keys are options.
     job.write_text("[job]\n")
@@ -266,7 +328,7 @@ def plan_one(changes: Mapping[str, Any], folder: Path) -> dict[str, float]:
         for section, keys in job_of(changes, folder).items()
         for key, value in keys.items()
     ]
-    command = [sys.executable, "-m", "titanlite", "plan", str(job), "--hardware", "h100"]
+    command = [sys.executable, "-m", "titanlite", "plan", str(job), "--hardware", hardware]
     command += ["--json", str(figures), *options]
     ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     if ended.returncode not in (0, 1):
@@ -290,21 +352,27 @@ def each_measure(
         (folder / name).write_text(json.dumps(found, indent=1) + "\n")
 
 
-def table_of_measures(planned: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:
-    """Rows of Markdown: the step and the memory, planned and measured."""
-    rows = [
-        "| job | step, planned | measured | error | peak, planned | allocated | error | reserved |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def table_of_measures(plans: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> list[str]:
+    """Rows of Markdown: the step and the memory, planned and measured.
+
+    The first plan has both; further ones have the step's time on other hardware files.
+    """
+    more = " | ".join(["planned again", "error"] * (len(plans) - 1))
+    titles = ["job", "step", "planned", "error", *([more] if more else []), "peak", "planned"]
+    titles += ["error", "reserved"]
+    rows = [f"| {' | '.join(titles)} |"]
+    rows.append("| --- " * (rows[0].count("|") - 1) + "|")
     for title, found in measured.items():
-        plan = planned.get(title, {})
-        if "error" in found or "seconds" not in plan:
-            rows.append(f"| {title} | {found.get('error', 'not planned')} |")
+        if "seconds" not in found:
+            rows.append(f"| {title} | {found['error']} |")
             continue
-        errors = [f"{plan[key] / found[key] - 1:+.1%}" for key in ("seconds", "allocated")]
-        times = [f"{one['seconds'] * 1e3:,.0f} ms" for one in (plan, found)]
-        sizes = [f"{one['allocated']:.1f} GiB" for one in (plan, found)]
-        cells = [title, *times, errors[0], *sizes, errors[1], f"{found['reserved']:.1f} GiB"]
+        cells = [title, f"{found['seconds'] * 1e3:,.0f} ms"]
+        for plan in plans:
+            planned = plan[title]["seconds"]
+            cells += [f"{planned * 1e3:,.0f} ms", f"{planned / found['seconds'] - 1:+.1%}"]
+        planned = plans[0][title]["allocated"]
+        cells += [f"{found['allocated']:.1f} GiB", f"{planned:.1f} GiB"]
+        cells += [f"{planned / found['allocated'] - 1:+.1%}", f"{found['reserved']:.1f} GiB"]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
@@ -325,10 +393,9 @@ def report(folder: Path, done: list[Check]) -> str:
         seconds = f"{one.seconds:.0f}"
         lines.append(f"| {one.group}: {one.name} | {verdict} | {seconds} | {one.shown} |")
     measured = folder / MEASURED
-    planned = ROOT / "docs/evidence/gpu" / PLANNED
-    if measured.exists() and planned.exists():
-        tables = json.loads(planned.read_text()), json.loads(measured.read_text())
-        lines += ["", *table_of_measures(*tables)]
+    if measured.exists():
+        plans = [json.loads((EVIDENCE / PLANNED).read_text())]
+        lines += ["", *table_of_measures(plans, json.loads(measured.read_text()))]
     return "\n".join(lines) + "\n"
 
 
@@ -337,8 +404,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", default="kernels,train,equal,verify,measure")
-    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--only", default="kernels,train,equal,verify,measure,operators")
+    parser.add_argument("--plan", metavar="HARDWARE")
     parser.add_argument("--equal")
     parser.add_argument("--at-once", type=int, default=AT_ONCE)
     given = parser.parse_args()
@@ -347,12 +414,14 @@ def main() -> int:
     if given.equal:
         return equal(given.equal)
     if given.plan:
-        each_measure(plan_one, folder, PLANNED)
+        each_measure(partial(plan_one, hardware=given.plan), folder, PLANNED)
         return 0
     groups = given.only.split(",")
     # Alone: nothing else may take the GPU meanwhile.
     if "measure" in groups:
         each_measure(measure_one, folder, MEASURED)
+    if "operators" in groups:
+        measure_operators(folder)
     chosen = [one for one in checks(folder, torch.cuda.device_count()) if one.group in groups]
     every = sorted(os.sched_getaffinity(0))
     at_once = min(given.at_once, len(every))

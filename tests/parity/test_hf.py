@@ -148,7 +148,7 @@ def test_a_table_of_styles_in_the_job_replaces_that_of_the_model(
     assert verify().agrees
     found = verify(input_layernorm="replicated_with_grad_allreduce")
     assert "(model.layers.0.input_layernorm.weight, " in found.findings[0], found.findings
-    assert "all replicated over tp) are 2 times as large as on one process" in found.findings[0]
+    assert "NormLocal in the tensor-parallel plan) are 2 times as large as on" in found.findings[0]
     error = str(verify(**{"mlp.down_proj": "colwise"}).error)
     assert "layers.0.mlp.down_proj (tensor-parallel plan: " in error
     error = str(verify(**{"mlp.down_proj": ""}).error)

@@ -8,6 +8,7 @@ import torch
 import titanlite
 from titanlite.ranks import launch
 from titanlite.ranks.launch import count_gpus
+from titanlite.training.initial_weights import _drawn, _init_parameter
 
 pytestmark = pytest.mark.filterwarnings("default::UserWarning:torch")
 
@@ -65,6 +66,15 @@ def test_a_cpu_job_with_offload_and_saves_opens_no_context(tmp_path: Path, mode:
     )
     assert len(done.losses) == 2
     assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == {"step-1", "step-2"}
+
+
+def test_values_drawn_on_all_cores_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(f"{n}.weight", torch.Size((50 * n, 30))) for n in range(1, 9)]
+    drawn = [list(_drawn(shapes, _init_parameter, 3, num_threads)) for num_threads in (1, 4)]
+    monkeypatch.setattr("titanlite.training.initial_weights.MOST_DRAWN", 4 * 300 * 30)
+    drawn.append(list(_drawn(shapes, _init_parameter, 3, 4)))
+    for one, *others in zip(*drawn, strict=True):
+        assert all(torch.equal(one, other) for other in others)
 
 
 @pytest.mark.usefixtures("gpus")

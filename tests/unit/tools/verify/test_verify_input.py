@@ -74,6 +74,10 @@ def test_options_are_told_from_the_job():
         (["a.toml", "--limit=3"], "--limit: works only with --matrix; remove it"),
         (["a.toml", "--compile"], "--compile: works only with --matrix; remove it, or give --com"),
         (["--matrix", "--shrink"], "--shrink: is for a single job, not for --matrix; remove it"),
+        (
+            ["--matrix", "--threads", "--job.device=cuda"],
+            'job.device: "cuda" needs a GPU, and there',
+        ),
         (["a.toml", "--json=/"], '--json: "/" is a folder; give a file'),
         (["a.toml", "--json=/dev/null/x"], '--json: "/dev/null/x" cannot be written; give another'),
         (["--matrix", "--output=/dev/null"], '--output: "/dev/null" cannot be used (File exists)'),
