@@ -15,6 +15,13 @@ PROMISES = [
         Break("choose_device", "available >= num_local_ranks", "available >= 1"),
         ("unit/ranks/test_launch.py", "unit/test_start.py"),
     ),
+    Promise(
+        "threads are on the CPU unless asked",
+        "docs/gpu.md",
+        "`auto` leaves threads on the CPU.",
+        Break("_choose_device", 'config.job.device != "cuda"', 'config.job.device == "cpu"'),
+        ("unit/test_start.py",),
+    ),
     # Activation checkpointing, compile.
     Promise(
         "the memory budget of the compiler",

@@ -134,6 +134,16 @@ def test_the_weights_of_a_gpu_count_in_this_memory_if_they_are_offloaded(
     assert "parameters, gradients and optimizer state take at least 128 GB on CPU" in line
 
 
+def test_ranks_that_are_threads_share_a_gpu_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.start.count_gpus", lambda: 1)
+    monkeypatch.setattr("titanlite.ranks.launch.count_gpus", lambda: 1)
+    monkeypatch.setattr("titanlite.start.check_machine", lambda *_: None)
+    wide = "--parallelism.data_parallel_shard_degree=2"
+    for device, chosen in (("auto", "cpu"), ("cpu", "cpu"), ("cuda", "cuda")):
+        start = check_start(job(wide, f"--job.device={device}"), threads=True)
+        assert (start.device_type, start.threads) == (chosen, True)
+
+
 def test_the_least_memory_is_that_of_each_replica_and_its_optimizer() -> None:
     def least(*argv: str) -> int:
         resolved = resolve_job(job(*argv), None)

@@ -447,9 +447,7 @@ def choose_device(requested: str, num_local_ranks: int) -> str:
     if available >= num_local_ranks:
         return "cuda"
     if requested == "cuda":
-        whom = "a GPU" + (
-            f" for each of {num_local_ranks} ranks here" if num_local_ranks > 1 else ""
-        )
+        whom = "a GPU" + f" for each of {num_local_ranks} ranks here" * (num_local_ranks > 1)
         ways = ', fewer ranks, or comm.mode = "threads", whose ranks share one' if available else ""
         raise ConfigError(
             f'job.device: "cuda" needs {whom}, and there are {available}; use "auto" or "cpu"{ways}'

@@ -93,7 +93,7 @@ def _drawn(
     seed: int,
     num_threads: int,
 ) -> Iterator[Tensor]:
-    """The initial values of parameters, in order; torch draws normal numbers on one thread each."""
+    """The initial values of parameters, in order; torch draws normal numbers on one thread."""
 
     @torch.no_grad()
     def one(name: str, shape: torch.Size) -> Tensor:

@@ -16,9 +16,11 @@ GatherColwise and RowwiseLocal have a ring form: one operator that overlaps coll
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
@@ -104,7 +106,9 @@ class GatherColwise(RingStyle):
             shard = args[0] if args else kwargs[argument]
             if self.is_ring:
                 weights = [_local(layer.weight) for layer in layers.values()]
-                joined = gather_product(shard, torch.cat(weights), self.dim, group)
+                weight = torch.cat(weights)
+                with _joined_again(weight, weights):
+                    joined = gather_product(shard, weight, self.dim, group)
                 products = list(joined.split([w.size(0) for w in weights], dim=-1))
             else:
                 products = _products(layers, gather(shard))
@@ -307,10 +311,34 @@ def _products(layers: Mapping[str, Any], x: Tensor) -> list[Tensor]:
         if together is not None:
             products = together(members, x, weights)
         else:
-            whole = F.linear(x, torch.cat(weights))
+            weight = torch.cat(weights)
+            with _joined_again(weight, weights):
+                whole = F.linear(x, weight)
             products = whole.split([w.size(0) for w in weights], dim=-1)
         found.update(zip(names, products, strict=True))
     return [found[name] for name in layers]
+
+
+def _joined_again(joined: Tensor, parts: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """Inside, autograd saves nothing in place of `joined`, and joins `parts` for the backward pass.
+
+    The parts are parameters, which are there anyway; a copy of them would be kept for every block
+    and microbatch. The compiler chooses what it saves. Under other hooks, such as those of
+    activation checkpointing, which would not see what is saved here, the copy is left to them.
+    """
+    hooks: Any = torch._C._autograd
+    if torch.compiler.is_compiling() or hooks._top_saved_tensors_default_hooks(True) is not None:
+        return contextlib.nullcontext()
+    own, parts = joined.untyped_storage()._cdata, [part.detach() for part in parts]
+
+    def pack(saved: Tensor) -> Any:
+        is_own = saved.untyped_storage()._cdata == own
+        return (saved.size(), saved.stride(), saved.storage_offset()) if is_own else saved
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else torch.cat(parts).as_strided(*packed)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def _local(parameter: Tensor | None, grad_placement: Placement | None = None) -> Any:
