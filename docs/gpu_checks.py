@@ -352,29 +352,36 @@ def each_measure(
         (folder / name).write_text(json.dumps(found, indent=1) + "\n")
 
 
-def table_of_measures(plans: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> list[str]:
-    """Rows of Markdown: the step and the memory, planned and measured.
-
-    The first plan has both; further ones have the step's time on other hardware files.
-    """
-    more = " | ".join(["planned again", "error"] * (len(plans) - 1))
-    titles = ["job", "step", "planned", "error", *([more] if more else []), "peak", "planned"]
-    titles += ["error", "reserved"]
-    rows = [f"| {' | '.join(titles)} |"]
-    rows.append("| --- " * (rows[0].count("|") - 1) + "|")
+def time_table(plans: Mapping[str, Mapping[str, Any]], measured: Mapping[str, Any]) -> str:
+    """A table of Markdown: a step's milliseconds, measured and planned on each hardware."""
+    rows = [["job", "measured, ms", *(part for name in plans for part in (name, "error"))]]
     for title, found in measured.items():
-        if "seconds" not in found:
-            rows.append(f"| {title} | {found['error']} |")
-            continue
-        cells = [title, f"{found['seconds'] * 1e3:,.0f} ms"]
-        for plan in plans:
-            planned = plan[title]["seconds"]
-            cells += [f"{planned * 1e3:,.0f} ms", f"{planned / found['seconds'] - 1:+.1%}"]
-        planned = plans[0][title]["allocated"]
-        cells += [f"{found['allocated']:.1f} GiB", f"{planned:.1f} GiB"]
-        cells += [f"{planned / found['allocated'] - 1:+.1%}", f"{found['reserved']:.1f} GiB"]
-        rows.append(f"| {' | '.join(cells)} |")
-    return rows
+        seconds = found.get("seconds")
+        cells = [found["error"] if seconds is None else f"{seconds * 1e3:,.0f}"]
+        for plan in plans.values():
+            planned = plan[title]["seconds"] if seconds is not None else None
+            cells += [""] * 2 if planned is None else planned_cells(planned * 1e3, seconds * 1e3)
+        rows.append([title, *cells])
+    return as_markdown(rows)
+
+
+def memory_table(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+    """A table of Markdown: GiB at the peak of a step, measured and planned."""
+    rows = [["job", "allocated, GiB", "planned", "error", "reserved, GiB"]]
+    for title, found in measured.items():
+        if "allocated" in found:
+            cells = planned_cells(plan[title]["allocated"], found["allocated"], ".1f")
+            rows.append([title, f"{found['allocated']:.1f}", *cells, f"{found['reserved']:.1f}"])
+    return as_markdown(rows)
+
+
+def planned_cells(planned: float, measured: float, digits: str = ",.0f") -> list[str]:
+    return [format(planned, digits), f"{planned / measured - 1:+.1%}"]
+
+
+def as_markdown(rows: Sequence[Sequence[str]]) -> str:
+    first, *others = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([first, "| --- " * len(rows[0]) + "|", *others])
 
 
 def report(folder: Path, done: list[Check]) -> str:
@@ -394,8 +401,9 @@ def report(folder: Path, done: list[Check]) -> str:
         lines.append(f"| {one.group}: {one.name} | {verdict} | {seconds} | {one.shown} |")
     measured = folder / MEASURED
     if measured.exists():
-        plans = [json.loads((EVIDENCE / PLANNED).read_text())]
-        lines += ["", *table_of_measures(plans, json.loads(measured.read_text()))]
+        found = json.loads(measured.read_text())
+        plan = json.loads((EVIDENCE / PLANNED).read_text())
+        lines += ["", time_table({"h100": plan}, found), "", memory_table(plan, found)]
     return "\n".join(lines) + "\n"
 
 

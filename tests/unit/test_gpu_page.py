@@ -13,10 +13,11 @@ def figures(name: str) -> dict:
     return json.loads((gpu_checks.EVIDENCE / name).read_text())
 
 
-def test_the_table_is_that_of_the_files() -> None:
-    plans = [figures("planned.json"), figures("planned_cuda13.json")]
-    table = gpu_checks.table_of_measures(plans, figures("measured.json"))
-    assert "\n".join(table) in (gpu_checks.ROOT / "docs/gpu.md").read_text()
+def test_the_tables_are_those_of_the_files() -> None:
+    page = (gpu_checks.ROOT / "docs/gpu.md").read_text()
+    plan, again, found = map(figures, ("planned.json", "planned_cuda13.json", "measured.json"))
+    assert gpu_checks.time_table({"h100": plan, "h100_cuda13": again}, found) in page
+    assert gpu_checks.memory_table(plan, found) in page
 
 
 def test_every_plan_is_checked_and_the_jobs_are_right(tmp_path: Path) -> None:
