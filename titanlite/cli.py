@@ -149,13 +149,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; a user's mistake is one line and status 2."""
     is_process = arguments is None
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    needs_no_ranks = not rest or bool({"-h", "--help", "--threads"} & set(rest))
-    needs_no_ranks |= _is_of_torchtitan(rest) and "--processes" not in rest
-    if is_process and name in COMMANDS and COMMANDS[name].starts_ranks and not needs_no_ranks:
-        # The fork server's imports take longer than the command's own.
-        from titanlite.ranks.fork_server import start_fork_server
+    are_threads = "--threads" in rest or (_is_of_torchtitan(rest) and "--processes" not in rest)
+    runs = name in COMMANDS and rest and not {"-h", "--help"} & set(rest)
+    if is_process and runs and COMMANDS[name].starts_ranks:
+        from titanlite.ranks.fork_server import prepare_environment, start_fork_server
 
-        start_fork_server()
+        prepare_environment()
+        if not are_threads:
+            # The fork server's imports take longer than the command's own.
+            start_fork_server()
     with ending_with_the_output():
         status = _run(name, rest)
     if is_process and name in COMMANDS and COMMANDS[name].has_own_end and "torch" in sys.modules:

@@ -12,7 +12,7 @@ from titanlite.config import JobConfig
 from titanlite.config.load import read_any
 from titanlite.errors import ConfigError, RankError
 from titanlite.ranks.fork_server import prepared_environment
-from titanlite.ranks.launch import torchrun_place
+from titanlite.ranks.launch import collect_on_gpu, torchrun_place
 from titanlite.run import train_on_rank
 from titanlite.start import check_start, run_job
 
@@ -50,7 +50,9 @@ def train(
                     "memory_estimation.enable: true estimates memory and does not train; call "
                     "`titanlite train`, or write false"
                 )
-            return run_job(train_on_rank, start, world, callbacks, tools().artist)
+            result = run_job(train_on_rank, start, world, callbacks, tools().artist)
+        collect_on_gpu()
+        return result
     except RankError as error:
         if error.rank_traceback and error.__cause__ is None:
             raise error from _RankTraceback(error.rank_traceback)

@@ -28,7 +28,7 @@ from titanlite.errors import (
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.parallelize.steps import features_on
 from titanlite.quantities import ITEMSIZE
-from titanlite.ranks.launch import ALONE, Place, choose_device, collect_on_gpu, count_gpus, spawn
+from titanlite.ranks.launch import ALONE, Place, choose_device, count_gpus, spawn
 from titanlite.ranks.machine import check_local_memory, check_local_ranks, needs_threads, room_bytes
 from titanlite.ranks.signals import StopRequest, interrupt_status, unwinding_at_sigterm
 from titanlite.registry import MODELS
@@ -148,9 +148,7 @@ def run_job(
         return function(world, job, start.device_type, *arguments)
     if job.dims.world_size == 1:
         with unwinding_at_sigterm():
-            result = function(ALONE, job, start.device_type, *arguments)
-        collect_on_gpu()
-        return result
+            return function(ALONE, job, start.device_type, *arguments)
     with unwinding_at_sigterm(), StopRequest(enabled=config.checkpoint.saves) as stop:
         return spawn(
             function,

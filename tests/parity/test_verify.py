@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 from xml.etree import ElementTree
 
 import make_pictures
@@ -117,6 +119,17 @@ def test_a_module_that_rounds_to_a_narrower_dtype_is_named(verifier):
     assert "the model (float64 to float32) rounds to a narrower dtype" in " ".join(
         format_verification(found).split()
     )
+
+
+def test_a_plan_that_takes_its_loss_by_rows_agrees(verifier):
+    sections = {
+        "model": {"flavor": "debug"},
+        "training": {"dataset": "synthetic", "global_batch_size": 8, "local_batch_size": 4},
+        "parallelism": {"context_parallel_degree": 2},
+    }
+    job = JobConfig.from_dict(sections)
+    few = functools.partial(patch, "titanlite.training.loss.LARGEST_CHUNK", 1000)
+    assert verifier.verify(job, steps=2, patch=few).agrees
 
 
 def test_what_goes_on_from_a_checkpoint_is_compared(verifier):

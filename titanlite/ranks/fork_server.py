@@ -28,7 +28,9 @@ LONGEST_FOLDER_BYTES = 103 - len("/pymp-12345678/listener-12345678")
 PATHS = ("PYTHONSAFEPATH", "PYTHONPATH")
 # Where a user may have chosen how CUDA's allocator works.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-LIBRARY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KINETO_LOG_LEVEL", ALLOCATOR[0])
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+OMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+LIBRARY_VARIABLES = (*OMP, WORKSPACE, ALLOCATOR[0], "KINETO_LOG_LEVEL")
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
@@ -114,5 +116,7 @@ def prepare_environment() -> None:
     # Otherwise what a large model frees on a GPU lies in pieces, up to a third of what it needs.
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+    # cuBLAS is deterministic only with buffers of a fixed size; 32 MiB is its default on Hopper.
+    os.environ.setdefault(WORKSPACE, ":4096:8")
     # Otherwise the profiler logs to stderr on every rank.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -456,10 +456,7 @@ def choose_device(requested: str, num_local_ranks: int) -> str:
 
 
 def collect_on_gpu() -> None:
-    """Free what a run of this process has left on a GPU in reference cycles, such as its model.
-
-    Python would do so only once it has made many objects; CUDA's allocator does not ask for it.
-    """
+    """Free what a run of this process has left on a GPU in reference cycles, such as its model."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         gc.collect()

@@ -57,7 +57,6 @@ OF_MKL = (
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 RECORDER = "TORCH_FR_BUFFER_SIZE"
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 # This logger warns about activation checkpointing in each rank that compiles.
 LOGGER = "torch._higher_order_ops.wrap"
 
@@ -95,7 +94,7 @@ def own_settings() -> Iterator[None]:
         return
     with contextlib.ExitStack() as undo:
         undo.enter_context(warnings.catch_warnings())
-        undo.enter_context(environment_restored(*INTERFACES, RECORDER, WORKSPACE))
+        undo.enter_context(environment_restored(*INTERFACES, RECORDER))
         undo.callback(setattr, sys, "excepthook", sys.excepthook)
         undo.callback(logging.getLogger(LOGGER).setLevel, logging.getLogger(LOGGER).level)
         undo.callback(_set_ignored, set(SAC_IGNORED_OPS))
@@ -140,15 +139,6 @@ def prepare_process(*, one_node: bool, num_recorded: int, num_threads: int) -> N
     os.environ[RECORDER] = str(num_recorded)
     choose_kernels()
     torch.set_num_threads(num_threads)
-
-
-def fix_workspace() -> None:
-    """Give cuBLAS buffers of a fixed size, before its first use.
-
-    Without them it is not deterministic, and debug.deterministic fails. They are as large as its
-    default on Hopper, 32 MiB.
-    """
-    os.environ.setdefault(WORKSPACE, ":4096:8")
 
 
 def choose_kernels() -> None:

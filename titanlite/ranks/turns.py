@@ -34,8 +34,7 @@ class Happening:
         self.what = what
         """What a report says of it."""
         self.has_happened = False
-        self.mark: Any = None
-        """What the rank that made it happen has left for those that waited."""
+        self.mark: Any = None  # what the rank that made it happen has left for those that waited
         self.waiting: list[int] = []
 
 

@@ -21,12 +21,7 @@ import torch.distributed as dist
 from titanlite.ranks.attempt import agree_on_attempt
 from titanlite.ranks.launch import Place
 from titanlite.ranks.machine import num_cores
-from titanlite.ranks.settings import (
-    fix_workspace,
-    keeping_freed_memory,
-    own_settings,
-    prepare_process,
-)
+from titanlite.ranks.settings import keeping_freed_memory, own_settings, prepare_process
 from titanlite.ranks.thread_group import ThreadGroup
 from titanlite.ranks.watch import Traces, Watch, watching
 
@@ -154,7 +149,6 @@ def open_world(
             num_threads=max(1, num_cores() // place.local_world_size),
         )
         if device_type == "cuda":
-            fix_workspace()
             device = torch.device("cuda", place.local_rank)
             exits.enter_context(torch.cuda.device(device))
             exits.enter_context(torch.random.fork_rng([device], device_type="cuda"))
@@ -208,7 +202,6 @@ def _open_thread_world(
     device = torch.device(device_type)
     with contextlib.ExitStack() as exits:
         if device_type == "cuda":
-            fix_workspace()
             device = torch.device("cuda", torch.cuda.current_device())
             exits.enter_context(torch.autograd.set_multithreading_enabled(False))
         exits.callback(_leave_group)

@@ -7,7 +7,7 @@ pass. The spec of a data set names its loss.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,12 +16,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from titanlite.modules.batch import IGNORE_INDEX, Batch, call_model, join
 from titanlite.registry import LossSpec, load
+
+# The bytes of logits that a loss casts at a time.
+LARGEST_CHUNK = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,53 @@ def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     A classifier has logits [B, V] and targets [B].
 
     Computed in at least float32. With logits that are sharded over the vocabulary, the call and its
-    backward pass must be inside `loss_context(True)`.
+    backward pass must be inside `loss_context(True)`. Large logits are cast a few rows at a time
+    (LARGEST_CHUNK), so that neither they nor their gradient are in memory in float32.
     """
     dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
-    loss = F.cross_entropy(
-        logits_BTV.flatten(0, -2).to(dtype),
-        targets_BT.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
-    )
+    logits, targets = logits_BTV.flatten(0, -2), targets_BT.flatten()
+    is_large = logits.numel() * dtype.itemsize > LARGEST_CHUNK
+    # The compiler fuses the casts, and torch has the loss of sharded logits.
+    if is_large and not isinstance(logits, DTensor) and not torch.compiler.is_compiling():
+        return whole_loss(_CrossEntropyByRows.apply(logits, targets, dtype))
+    loss = F.cross_entropy(logits.to(dtype), targets, ignore_index=IGNORE_INDEX, reduction="sum")
     return whole_loss(loss)
+
+
+class _CrossEntropyByRows(torch.autograd.Function):
+    """The sum of the cross-entropies of logits [N, V] in `dtype`, of some rows at a time.
+
+    The backward pass computes the probabilities from the logits again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(logits, targets)
+        ctx.dtype, total = dtype, logits.new_zeros((), dtype=dtype)
+        for rows, at in _chunks(dtype, logits, targets):
+            logs, is_target = rows.to(dtype).log_softmax(-1), at != IGNORE_INDEX
+            chosen = logs.gather(-1, at.where(is_target, 0).unsqueeze(-1)).squeeze(-1)
+            total -= chosen.where(is_target, 0.0).sum()
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets = ctx.saved_tensors
+        found = torch.empty_like(logits)
+        for rows, at, out in _chunks(ctx.dtype, logits, targets, found):
+            is_target = at != IGNORE_INDEX
+            index = at.where(is_target, 0).unsqueeze(-1)
+            parts = rows.to(ctx.dtype).softmax(-1)
+            parts.scatter_(-1, index, parts.gather(-1, index) - 1)
+            torch.mul(parts, gradient.where(is_target, 0.0).unsqueeze(-1), out=out)
+        return found, None, None
+
+
+def _chunks(dtype: torch.dtype, logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of logits [N, V] that take at most LARGEST_CHUNK bytes in `dtype`, and of others [N]."""
+    number = max(1, LARGEST_CHUNK // (logits.size(1) * dtype.itemsize))
+    yield from zip(*(one.split(number) for one in (logits, *others)), strict=True)
 
 
 def whole_loss(loss: Any) -> Any:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.errors import TitanliteError
 from titanlite.modules.batch import make_batch
@@ -68,6 +69,36 @@ def test_optimizers_do_what_pytorch_does(name, kind, implementation):
             parameter.grad = parameter.detach() * 2 - 1
             stepper.step()
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_loss_of_some_rows_at_a_time_is_that_of_all(monkeypatch, dtype):
+    targets = torch.randint(50, (3, 40))
+    targets[0, :9] = IGNORE_INDEX
+    logits = torch.randn(3, 40, 50, dtype=dtype, requires_grad=True)
+
+    def result():
+        loss = token_loss_sum(logits, targets)
+        return loss, *torch.autograd.grad(0.3 * loss, logits)
+
+    whole = result()
+    monkeypatch.setattr("titanlite.training.loss.LARGEST_CHUNK", 7 * 50 * 8)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+                largest = max(largest, out.nbytes)
+            return out
+
+    with Watch():
+        torch.testing.assert_close(result(), whole)
+    if dtype == torch.bfloat16:
+        assert 0 < largest <= 7 * 50 * 8
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        token_loss_sum(logits, torch.full_like(targets, -1))
 
 
 def test_the_loss_is_a_sum_over_valid_tokens_in_at_least_float32():

@@ -322,9 +322,8 @@ def _products(layers: Mapping[str, Any], x: Tensor) -> list[Tensor]:
 def _joined_again(joined: Tensor, parts: Sequence[Tensor]) -> AbstractContextManager[Any]:
     """Inside, autograd saves nothing in place of `joined`, and joins `parts` for the backward pass.
 
-    The parts are parameters, which are there anyway; a copy of them would be kept for every block
-    and microbatch. The compiler chooses what it saves. Under other hooks, such as those of
-    activation checkpointing, which would not see what is saved here, the copy is left to them.
+    A copy would be kept for every block and microbatch; the parts are parameters. The compiler
+    chooses what it saves. Other hooks, such as activation checkpointing's, would not see these.
     """
     hooks: Any = torch._C._autograd
     if torch.compiler.is_compiling() or hooks._top_saved_tensors_default_hooks(True) is not None:
