@@ -127,9 +127,8 @@ def test_a_plan_that_takes_its_loss_by_rows_agrees(verifier):
         "training": {"dataset": "synthetic", "global_batch_size": 8, "local_batch_size": 4},
         "parallelism": {"context_parallel_degree": 2},
     }
-    job = JobConfig.from_dict(sections)
     few = functools.partial(patch, "titanlite.training.loss.LARGEST_CHUNK", 1000)
-    assert verifier.verify(job, steps=2, patch=few).agrees
+    assert verifier.verify(JobConfig.from_dict(sections), steps=2, patch=few).agrees
 
 
 def test_what_goes_on_from_a_checkpoint_is_compared(verifier):

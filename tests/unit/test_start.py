@@ -135,9 +135,8 @@ def test_the_weights_of_a_gpu_count_in_this_memory_if_they_are_offloaded(
 
 
 def test_ranks_that_are_threads_share_a_gpu_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlite.start.count_gpus", lambda: 1)
-    monkeypatch.setattr("titanlite.ranks.launch.count_gpus", lambda: 1)
-    monkeypatch.setattr("titanlite.start.check_machine", lambda *_: None)
+    for module in ("start", "ranks.launch"):
+        monkeypatch.setattr(f"titanlite.{module}.count_gpus", lambda: 1)
     wide = "--parallelism.data_parallel_shard_degree=2"
     for device, chosen in (("auto", "cpu"), ("cpu", "cpu"), ("cuda", "cuda")):
         start = check_start(job(wide, f"--job.device={device}"), threads=True)

@@ -30,7 +30,6 @@ def test_joined_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch, recomputes
     found = checkpoint(run, x, use_reentrant=False) if recomputes else run(x)
     assert [one() for one in made] == [None]
     sum(one.square().sum() for one in found).backward()
-    assert len(made) == 2  # joined again, or recomputed
     weights = [layer.weight for layer in layers.values()]
     gradients = [one.grad for one in (x, *weights)]
     alone = x.detach().requires_grad_()
