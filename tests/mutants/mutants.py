@@ -1059,7 +1059,6 @@ REFACTORINGS: list[Mutant] = [
         "",
         STYLES,
         (
-            "            whole = F.linear(x, torch.cat(weights))\n"
             "            products = whole.split([w.size(0) for w in weights], dim=-1)",
             "            products = [F.linear(x, weight) for weight in weights]",
         ),
@@ -1120,7 +1119,7 @@ REFACTORINGS: list[Mutant] = [
         also(TP, **FULL),
         "",
         AC,
-        ("        if (place + 1) % every == 0:", "        if True:"),
+        ("        if is_checkpointed(key, index, every):", "        if True:"),
     ),
     mutant(
         "the first rank of the pipeline sends a copy",

@@ -90,8 +90,7 @@ class JobSection(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto",
-        "cuda with NCCL, or cpu with gloo; auto: cuda if every rank has a GPU, else cpu; ranks "
-        "that are threads share one GPU with cuda, and auto is cpu",
+        "cuda with NCCL, or cpu with gloo; auto: cuda if every rank has a GPU, else cpu",
         torchtitan=OWN,
     )
     max_local_ranks: PositiveInt | None = key(

@@ -68,7 +68,8 @@ def initialize(
     parameters = []
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
-        parameters.append(((tied or {}).get(name, name), parameter))
+        name = (tied or {}).get(name, name)
+        parameters.append((name, parameter))
     whole: Iterable[Tensor]
     if values is not None:
         whole = [values[name] for name, _ in parameters]
