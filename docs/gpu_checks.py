@@ -38,6 +38,7 @@ EVIDENCE = ROOT / "docs/evidence/gpu"
 PLANNED, MEASURED = "planned.json", "measured.json"
 # Data that a clone does not have; a compiled model under threads.
 LEFT_OUT = ("cifar10", "compile")
+GROUPS = ("kernels", "train", "equal", "verify", "measure", "operators")
 AT_ONCE = 8
 LIMIT_SECONDS = 200
 # Runs the command that follows on a list of cores.
@@ -217,7 +218,7 @@ def run(check: Check, folder: Path, cores: Queue[set[int]]) -> Check:
             check=False,
         )
         check.status = ended.returncode
-    cores.put(own)
+    cores.put(own)  # also after a timeout
     check.seconds = time.monotonic() - began
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     words = ("AGREES", "DIFFERS", "DOES NOT", "done in", "passed", "failed", "Error", "differ by")
@@ -412,7 +413,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", default="kernels,train,equal,verify,measure,operators")
+    parser.add_argument("--only", default=",".join(GROUPS))
     parser.add_argument("--plan", metavar="HARDWARE")
     parser.add_argument("--equal")
     parser.add_argument("--at-once", type=int, default=AT_ONCE)
@@ -425,6 +426,12 @@ def main() -> int:
         each_measure(partial(plan_one, hardware=given.plan), folder, PLANNED)
         return 0
     groups = given.only.split(",")
+    if unknown := set(groups) - set(GROUPS):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is not one of {', '.join(GROUPS)}")
+    if given.at_once < 1:
+        parser.error("--at-once: give 1 or more")
+    if not torch.cuda.is_available():
+        parser.error("this machine has no GPU that torch can use; --plan works without one")
     # Alone: nothing else may take the GPU meanwhile.
     if "measure" in groups:
         each_measure(measure_one, folder, MEASURED)
