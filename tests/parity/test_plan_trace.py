@@ -1,5 +1,6 @@
 """A traced step has the communication and the memory of a real one on gloo ranks."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -113,16 +114,13 @@ def config_of(plan: str) -> JobConfig:
 
 
 Recorded = tuple[list[Event], tuple[int, int]]
-
-
 COMPARED = (0, 3)
 
 
 def run_and_record(place: Place, configs: list[JobConfig], has_peaks: bool) -> list[Recorded]:
     """What step 2 of real jobs does, without its memory; and bounds of the peak of a step.
 
-    With peaks, only on the ranks that are compared: recording takes several times as long as the
-    step.
+    With peaks, only on the ranks that are compared, since recording is slow.
     """
     import torch
 
@@ -131,6 +129,8 @@ def run_and_record(place: Place, configs: list[JobConfig], has_peaks: bool) -> l
     from titanlite.tools.planner.recorder import StepRecorder
     from titanlite.tools.planner.trace import axes_of_groups
 
+    # The planner's scratch memory is that of AVX-512.
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
     found = []
     with open_world(place) as world:
         for config in configs:

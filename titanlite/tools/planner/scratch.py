@@ -82,7 +82,7 @@ def _flash_backward(args: Args, threads: int) -> int:
 
 
 # CPU: products in bfloat16 are oneDNN's. Its brgemm_matmul keeps, for each thread, one block of the
-# result in float32 and one of the packed factors. The sizes are those of AVX-512, measured.
+# result in float32 and one of the packed factors. Sizes measured with AVX-512; AMX takes less.
 
 
 def _onednn(m: int, n: int, k: int, threads: int, *, is_transposed: bool) -> int:
