@@ -310,10 +310,11 @@ def _explain(
     kinds: Counter[Any],
     by_site: bool,
 ) -> Astray:
-    """Name the rank that diverged at `number`: one of the minority, or in a tie the higher rank."""
-    usual = max(kinds, key=lambda kind: (kinds[kind], -min(_who(at, kind, by_site))))
+    """Name the rank that diverged: one of the minority; in a tie, user code or the higher rank."""
+    who = {kind: min(_who(at, kind, by_site)) for kind in kinds}
+    usual = max(who, key=lambda k: (kinds[k], "titanlite/tools/" in at[who[k]].site, -who[k]))
     rank = min(rank for rank, call in at.items() if _kind(call, by_site) != usual)
-    peer = min(_who(at, usual, by_site))
+    peer = who[usual]
 
     def sequence(of: int, start: int) -> list[Any]:
         numbered = calls[of]
