@@ -301,7 +301,7 @@ def _products(layers: Mapping[str, Any], x: Tensor) -> list[Tensor]:
     joined: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         together = getattr(type(layer), "products", None)
-        if _has_product(layer) and together is None:
+        if together is None and (_has_product(layer) or torch.compiler.is_compiling()):
             found[name] = _product(layer, x, _local(layer.weight))
         else:
             joined.setdefault(together, []).append(name)
@@ -322,8 +322,8 @@ def _products(layers: Mapping[str, Any], x: Tensor) -> list[Tensor]:
 def _joined_again(joined: Tensor, parts: Sequence[Tensor]) -> AbstractContextManager[Any]:
     """Inside, autograd saves nothing in place of `joined`, and joins `parts` for the backward pass.
 
-    A copy would be kept for every block and microbatch; the parts are parameters. The compiler
-    chooses what it saves. Other hooks, such as activation checkpointing's, would not see these.
+    A copy would be kept for every block and microbatch; the parts are parameters. (Compiled code
+    keeps it, so `_products` joins none.) Activation checkpointing's hooks would not see these.
     """
     hooks: Any = torch._C._autograd
     if torch.compiler.is_compiling() or hooks._top_saved_tensors_default_hooks(True) is not None:
