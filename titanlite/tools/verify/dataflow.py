@@ -15,6 +15,7 @@ from titanlite.tools.verify.record import (
     Agreement,
     CodeRun,
     ModuleOutput,
+    RankTrace,
     around,
     called_by,
     is_input,
@@ -410,7 +411,7 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     if not e.failed("gradient"):
         return
     known = [event for event in e.events if _any(e, event, lambda o: o.gradient is not None)]
-    wrong = [one for one in known if _any(e, one, lambda o: bool(o.gradient and o.gradient.error))]
+    wrong = [one for one in known if any(_has_wrong_gradient(e, t, one) for t in e.traces)]
     # Partial gradients may be intended, until one is neither right nor a Partial. Where the loss
     # cuts the graph, one is if gradients of what comes before it in the forward pass agree.
     partial = {event: axis for event in wrong if (axis := _partial_over(e, event))}
@@ -426,7 +427,7 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     found = {
         trace.rank: own
         for trace in e.traces
-        if last in trace.events and (own := trace.events[last].gradient) and own.error > 0
+        if _has_wrong_gradient(e, trace, last) and (own := trace.events[last].gradient)
     }
     where = name_ranks(found, e.runs, e.ranks_with(lambda t: last in t.events))
     following = e.following.get(last, ())
@@ -474,6 +475,17 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     how = _of_gradient(e, last, found)
     lines = e.lines_before(last, list(found), is_backward=True)
     yield ". ".join(filter(None, [start, place, how, f"The code there{lines}" if lines else ""]))
+
+
+def _has_wrong_gradient(e: Evidence, trace: RankTrace, event: str) -> bool:
+    one = trace.events.get(event)
+    return bool(one and one.gradient and one.gradient.error) and not _has_others(e, trace, event)
+
+
+def _has_others(e: Evidence, trace: RankTrace, event: str) -> bool:
+    """Whether a tensor and all that the loss has from it are other rows, as a part of the loss."""
+    is_other = event in trace.events and trace.events[event].is_other
+    return is_other and all(_has_others(e, trace, reader) for reader in e.following.get(event, ()))
 
 
 def _of_gradient(e: Evidence, last: str, found: Mapping[int, Agreement]) -> str:

@@ -156,10 +156,12 @@ class Evidence:
         if found.is_of_padded:
             return f"{start}. What it reads agrees, but has {PADDING}"
         if found.is_of_part:
-            return (
-                f"{start}. What it reads agrees, but is only this rank's part: if the line needs "
-                "the rest (a statistic, a running sum, neighbours), that is missing"
-            )
+            why = "if the line needs the rest (a statistic, a running sum, neighbours), that is "
+            why += "missing"
+            if found.is_causal:
+                why = "is_causal counts its queries and keys from the first of them, wherever they "
+                why += "begin in the sequence: give a mask instead"
+            return f"{start}. What it reads agrees, but is only this rank's part: {why}"
         return start
 
     @property

@@ -426,6 +426,8 @@ class WrongRows(NamedTuple):
     is_zero: bool
     """Whether this rank's are zero, and those of one process are not."""
     should_be_zero: bool
+    is_first: bool = False
+    """Whether it is the first row of a shard, and no other."""
 
 
 class Update(NamedTuple):
@@ -464,6 +466,8 @@ class WrongLine:
     """Whether it mixes elements of a value that is right, of which this rank has only a part."""
     is_of_padded: bool = False
     """Whether it mixes elements of a value that is right, but has padding on this rank."""
+    is_causal: bool = False
+    """Whether it is attention with `is_causal`."""
     only_here: tuple[str, ...] = ()
     """The lines that compute what it reads and that one process does not run."""
     is_random: bool = False

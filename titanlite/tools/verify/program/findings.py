@@ -387,10 +387,16 @@ def explain_rows(e: PartEvidence) -> Iterator[str]:
         how = ", which is zero there, but not on one process" * one.is_zero
         how += ", which is zero on one process" * one.should_be_zero
         rows = sorted({row for of_rank in found.values() for row in of_rank.rows})
+        why = "Look at how these rows are chosen, and at what is special about them (padding, a "
+        why += "boundary between shards)"
+        if all(of_rank.is_first for of_rank in found.values()):
+            why = (
+                "It is the first row of each shard, which an index of another shard gets if it is "
+            )
+            why += "set to 0: mask what is computed from it where autograd sees that"
         yield Explained(
             f"the gradient of {name} differs only in {_rows(rows)} of {one.number}{how}, "
-            f"{name_ranks(found, e.runs, holders)}. Look at how these rows are chosen, and at "
-            "what is special about them (padding, a boundary between shards)",
+            f"{name_ranks(found, e.runs, holders)}. {why}",
             [name],
         )
 

@@ -163,7 +163,12 @@ def _shares(
                 for how, number in (("sum", 1), ("mean", count))
                 for way, total in ways.items()
             }
+        equal = own.double() == whole.double() if own.shape == whole.shape else own.new_ones(1)
+        # What one rank alone has right, such as places counted from its first, is not reduced.
+        of_one_rank = equal.numel() > 1 and (bool(equal.all()) or not equal.any())
         for way, reduced in ways.items():
+            if of_one_rank and "imum over" in way:
+                continue
             if agreement(reduced, whole.double(), whole.double()).difference < EXPLAINED:
                 shares.setdefault(place, way)
     return shares
@@ -248,6 +253,7 @@ class _Search:
         operator = key[2].split(".")[1].strip("_")
         found.is_random = operator.startswith(RANDOM)
         own, given = self.values.numbers[self.values.of[key][index]], self.known.numbers[other]
+        found.is_causal = bool(own.get("is_causal"))
         found.numbers = tuple(
             (
                 f"{operator} with {name} =" if name not in UNNAMED else f"{operator} with",

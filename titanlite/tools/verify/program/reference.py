@@ -220,7 +220,8 @@ def _wrong_rows(
         rows, all_rows = (some // whole[0].numel() for some in (elements[is_wrong], elements))
         rows, all_rows = rows.unique(), all_rows.unique()
         if len(rows) <= len(all_rows) // 4:
-            found[name] = WrongRows(tuple(rows.tolist()), whole.size(0), *zeros)
+            is_first = len(all_rows) < whole.size(0) and torch.equal(rows, all_rows[:1])
+            found[name] = WrongRows(tuple(rows.tolist()), whole.size(0), *zeros, is_first)
         elif right.any() and zeros[1]:
             found[name] = WrongRows((), int(is_wrong.sum()), *zeros)
     return found

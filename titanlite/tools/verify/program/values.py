@@ -54,8 +54,11 @@ class Values:
 
     def note(self, calls: Sequence[str], line: str, operator: Any, given: Any, result: Any) -> None:
         """Note the first tensor that an operator returns, inside calls of modules."""
+        name = operator.name().partition("::")[2].partition(".")[0]
         if operator.namespace in COMMUNICATION:
-            self.note_group(calls, next(filter(None, map(group_of, tree_leaves(given))), None))
+            group = next(filter(None, map(group_of, tree_leaves(given))), None)
+            # Ranks that deal out their rows need not have the same.
+            self.note_group(calls, None if "alltoall" in name.replace("_", "") else group)
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not found:
             return
@@ -70,7 +73,6 @@ class Values:
         for one in found:
             self._makers[one] = len(self.tensors)
         self.sources.append(tuple(sources))
-        name = operator.name().partition("::")[2].partition(".")[0]
         self.mixes.append(torch.Tag.pointwise not in operator.tags and name not in ROW_BY_ROW)
         self.tensors.append(self._copy(operator, found[0]))
         self.numbers.append(_numbers_in(operator, given))
