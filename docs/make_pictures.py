@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +80,14 @@ def draw_differs() -> str:
     # The time is another on each machine.
     printed = re.sub(r"\s\(\d+\.\d s\)$", "", printed, flags=re.MULTILINE)
     return draw_terminal(command, printed.rstrip().splitlines())
+
+
+def words_of(text: str) -> str:
+    """From verdict to table, on one line and without the time: of a screen, or a picture of one."""
+    joined = " ".join(unescape(re.sub("<[^>]*>", "", text)).split())
+    return re.sub(
+        r" \(\d+\.\d s\)", "", joined[joined.index("DIFFERS: the ") :].partition(" step loss")[0]
+    )
 
 
 def draw_plan() -> str:
