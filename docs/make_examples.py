@@ -9,6 +9,7 @@ import io
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -20,14 +21,25 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import titanlite
+from titanlite.config import parse_args, resolve_job
+from titanlite.observe.first_screen import in_brief
+from titanlite.observe.run_facts import Data, Machine, run_facts
 
 FOLDER = Path(__file__).parent / "examples"
 README = Path(__file__).parents[1] / "README.md"
-FAULTS, DATA = (Path(__file__).parent / name for name in ("faults.md", "data.md"))
+FAULTS, DATA, INDEX = (Path(__file__).parent / f"{name}.md" for name in ("faults", "data", "index"))
+VERIFY, TRAINING = (
+    Path(__file__).parent / f"start/first_{name}.md" for name in ("verify", "training")
+)
 PROGRAM = re.compile(r"(?<=```python\n)(import torch\n.*?)(```\n\n```\n).*?(?=```)", re.DOTALL)
 DEADLOCK = re.compile(r"(?<=```python\n)(# deadlock.py\n.*?)(```\n\n```\n).*?(?=```)", re.DOTALL)
 FILE = re.compile(r"```\w+\n# (pictures\.\w+)\n(.*?)```", re.DOTALL)
 TRAINED = re.compile(r"(?<=```\n)\$ titanlite train pictures\.toml\n.*?(?=```)", re.DOTALL)
+SCREEN = re.compile(
+    r"(?<=```\n)(\$ titanlite verify [^\[]*)?(?:\[\.\.\.\]\n)?(?:DIFFERS|AGREES).*?(?=```)",
+    re.DOTALL,
+)
+HEADS = re.compile(r"AGREES:|DIFFERS: .*?(?=\s\(\d)|likely cause: (?:[^\[\n].*\n)+")
 BLOCK = re.compile(r"(?<=```\n)\$ python docs/examples/(\w+\.py)(.*)\n(?:.*\n)*?(?=```)")
 
 
@@ -91,6 +103,54 @@ def data(page: str) -> str:
     return TRAINED.sub(f"$ titanlite train pictures.toml\n{shown}", page)
 
 
+def start(page: str) -> str:
+    """first_verify.md or index.md, with the verdicts and causes of the program and the job."""
+    text = VERIFY.read_text(encoding="utf-8")
+    program, loss = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+    def block(found: re.Match[str]) -> str:
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "first.py"
+            if found[1]:
+                (Path(folder) / "my_loss.py").write_text(loss)
+                (Path(folder) / "configs").symlink_to(README.parent / "configs")
+                _, *words = shlex.split(found[1].replace("\\\n", ""))
+                command = [sys.executable, "-m", *words, "--threads"]
+                environment = {**os.environ, "PYTHONPATH": str(README.parent)}
+                run = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE)
+                said = run.stdout.decode()
+            else:
+                is_mean = "AGREES" in found[0]
+                path.write_text(program.replace(".sum()", ".mean()") if is_mean else program)
+                said = output(path)
+        screen = found[0]
+        for old, new in zip(HEADS.findall(screen), HEADS.findall(said), strict=True):
+            screen = screen.replace(old, new)
+        return screen
+
+    return SCREEN.sub(block, page)
+
+
+def training(page: str) -> str:
+    """first_training.md with the first facts of its job, and its mistake on three ranks."""
+    with TemporaryDirectory() as home:
+        job = Path(home) / "job.toml"
+        job.write_text(re.findall(r"```toml\n(# job.toml\n.*?)```", page, re.DOTALL)[0])
+        config = parse_args([f"--job.config_file={job}"])
+    resolved = resolve_job(config)
+    try:
+        resolve_job(config, 3)
+    except titanlite.ConfigError as error:
+        (mistake,) = error.problems
+    machine = Machine("cpu", "gloo", 4, 0, "")
+    numel = resolved.model.num_parameters
+    sequences, folder = Data(1498, 299), Path("outputs")
+    facts = run_facts(resolved, machine, sequences, num_parameters=numel, folder=folder)
+    for fact in in_brief("", facts, [], "")[1]:
+        page = re.sub(rf"(?m)^  {fact.name:<12} .*", f"  {fact.name:<12} {fact.text}", page)
+    return re.sub(r"(?m)^parallelism: .*", mistake, page)
+
+
 def shown(said: str) -> str:
     """The verdict and the likely cause of what `compare` printed."""
     verdict, *rest = said.partition("\n\nparallel ")[0].split("\n\n")
@@ -106,7 +166,15 @@ def output(path: Path, *arguments: str) -> str:
     return printed.getvalue()
 
 
-PAGES = {FOLDER / "README.md": written, README: readme, FAULTS: faults, DATA: data}
+PAGES = {
+    FOLDER / "README.md": written,
+    README: readme,
+    FAULTS: faults,
+    DATA: data,
+    INDEX: start,
+    VERIFY: start,
+    TRAINING: training,
+}
 
 
 if __name__ == "__main__":

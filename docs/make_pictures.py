@@ -22,10 +22,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PLAN = ROOT / "docs/images/plan/llama_405b.svg"
 OWN = """
 [model]
 name = "plain"
@@ -82,6 +83,14 @@ def draw_differs() -> str:
     return draw_terminal(command, printed.rstrip().splitlines())
 
 
+def words_of(text: str) -> str:
+    """From verdict to table, on one line and without the time: of a screen, or a picture of one."""
+    joined = " ".join(unescape(re.sub("<[^>]*>", "", text)).split())
+    return re.sub(
+        r" \(\d+\.\d s\)", "", joined[joined.index("DIFFERS: the ") :].partition(" step loss")[0]
+    )
+
+
 def draw_plan() -> str:
     """SVG: what `titanlite plan` says of the memory and the time of a step of Llama 3 405B."""
     command = "titanlite plan configs/plan/llama_405b.toml --hardware h100"
@@ -95,7 +104,8 @@ def draw_plan() -> str:
 def in_terminal(command: str, folder: str) -> list[str]:
     """The lines that a command prints in a terminal of 100 columns, with the codes of colours."""
     run = [sys.executable, "-m", *command.split()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "100", "TERM": "xterm-256color"}
     leader, follower = pty.openpty()
     process = subprocess.Popen(run, cwd=folder, env=environment, stdout=follower)
     os.close(follower)
@@ -182,7 +192,7 @@ def main(arguments: Sequence[str]) -> int:
         from ring_pictures import main as draw_rings
 
         (ROOT / "docs/images/differs.svg").write_text(draw_differs())
-        (ROOT / "docs/images/plan/llama_405b.svg").write_text(draw_plan())
+        PLAN.write_text(draw_plan())
         draw_lab([str(ROOT / "docs" / "images" / "lab")])
         draw_rings(ROOT / "docs" / "images" / "context_parallel")
     pages = [Path(name) for name in names] or sorted((ROOT / "docs").glob("*.md"))

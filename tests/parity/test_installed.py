@@ -39,21 +39,22 @@ def copy(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command `titanlite` of a virtual environment that has the wheel."""
+    """The command `titanlite` of a virtual environment that has the wheel of the sdist."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("installed")
     source, environment = folder / "source", folder / "environment"
     copy(source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", "--no-build-isolation", "--no-index"]
-    run(*pip, "wheel", ".", *options, "--wheel-dir", folder, cwd=source)
+    pack = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    run(sys.executable, "-c", pack, cwd=source)
+    run(*pip, "wheel", *folder.glob("*.tar.gz"), *options, "--wheel-dir", folder, cwd=folder)
     (wheel,) = folder.glob("*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     (packages,) = environment.glob("lib/python*/site-packages")
     # The dependencies are those of this environment.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    python = environment / "bin/python"
-    run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    run(*pip, "--python", environment, "install", "--no-deps", "--no-index", wheel, cwd=folder)
     shutil.rmtree(source)
     return environment / "bin/titanlite"
 
@@ -79,9 +80,7 @@ def test_an_outside_model_with_outside_data_and_loss_trains(command: Path, proje
     where = "import titanlite; print(titanlite.__file__)"
     python = command.with_name("python")
     assert str(command.parents[1]) in run(python, "-c", where, cwd=project)
-    metadata = (
-        "import importlib.metadata; print('titanlite', importlib.metadata.version('titanlite'))"
-    )
+    metadata = "from importlib.metadata import version; print('titanlite', version('titanlite'))"
     assert run(command, "--version", cwd=project) == run(python, "-c", metadata, cwd=project)
     assert list(command.parents[1].glob("lib/*/site-packages/titanlite/py.typed"))
     fixtures = run(python, "-m", "pytest", "--fixtures", "vit", cwd=project)

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 
+import make_pictures
 import pytest
 
 from tests.benchmarks import published_llama
@@ -67,13 +68,13 @@ def test_activation_memory_of_pipelines_is_that_of_korthikanti() -> None:
 
 @pytest.mark.slow
 def test_the_a100_predicts_narayanan_from_korthikanti() -> None:
-    fitted = errors((seconds, step_seconds(run, A100)) for run, seconds in korthikanti_runs())
-    assert max(fitted) < 0.05
+    assert max(errors((s, step_seconds(run, A100)) for run, s in korthikanti_runs())) < 0.05
     assert_close(errors((m, predict_narayanan(run, A100)[1]) for run, m in NARAYANAN))
 
 
 @pytest.mark.slow
 def test_the_h100_predicts_all_llamas_from_the_small_one_in_bfloat16() -> None:
+    assert make_pictures.draw_plan() == make_pictures.PLAN.read_text()
     assert max(errors_of(FITTED)) < 0.05
     assert_close(errors_of(PREDICTED))
     # What was fitted for one GPU serves another.

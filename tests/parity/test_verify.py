@@ -62,10 +62,9 @@ def test_a_wrong_plan_of_a_users_own_model(tmp_path, monkeypatch, capsys):
     # Ranks look for modules where this process does.
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["verify", "own.toml", "--steps=2", "--json=out.json", "--junit=j.xml"]) == 1
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "DIFFERS: the loss, the gradient norm, 8 gradients, 8 weights, 16 optimizer" in printed
-    assert "likely cause: layers.0.w2 is the first module in forward order" in printed
-    assert 'Its entry in the tensor-parallel plan is "layers.*.w2"' in printed
+    printed = make_pictures.words_of(capsys.readouterr().out)
+    for shown in ("verify.md", "images/differs.svg"):
+        assert make_pictures.words_of((CONFIGS.parent / "docs" / shown).read_text()) == printed
     found = json.loads((tmp_path / "out.json").read_text())
     assert not found["agrees"]
     assert found["failures"][0]["step"] == 1

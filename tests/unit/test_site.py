@@ -33,6 +33,7 @@ def test_every_link_and_anchor_exists_and_nothing_is_loaded_from_elsewhere(site:
     ids = {path: set(re.findall(r'\sid="?([^"\s>]+)', text)) for path, text in pages.items()}
     assert len(pages) > 70
     for path, text in pages.items():
+        assert not re.search(r"<a\b[^>]*>[\w/]+\.md</a>", text), path
         for tag, address in re.findall(r'<(\w+)\b[^>]*?\s(?:href|src)="?([^"\s>]*)', text):
             url = urlsplit(address)
             if url.scheme or url.netloc:

@@ -271,7 +271,7 @@ def _describe(job: TitanJob, plan: Plan, traced: list[Traced]) -> Iterator[tuple
         ),
     )
     for name in _stand_ins(plan):
-        yield "instead", f"{name}: {PLANNED[name]}"
+        yield "replaced", f"{name}: {PLANNED[name]}"
 
 
 def _stand_ins(plan: Plan) -> Iterator[str]:

@@ -77,7 +77,7 @@ def describe(job: TitanJob, plan: Plan, options: Options) -> Iterator[tuple[str,
     if plan.smaller:
         yield "smaller", ", ".join(plan.smaller)
     for name in stand_ins(plan, job, options):
-        yield "instead", f"{name}: {STAND_INS[name]}"
+        yield "replaced", f"{name}: {STAND_INS[name]}"
 
 
 def stand_ins(plan: Plan, job: TitanJob, options: Options) -> Iterator[str]:
