@@ -55,7 +55,7 @@ def draw_ring(layout: Layout, n: int = 8) -> str:
     Rows are ranks, columns are steps. A square is the score matrix of one block; its filled part is
     computed. The bar above it shows the keys held: the part that was sent this far.
     """
-    side, step_width, row_height, left, top = 64, 150, 112, 84, 92
+    side, step_width, row_height, left, top = 52, 150, 82, 84, 84
     drawing = Drawing(
         left + NUM_RANKS * step_width - 40,
         top + NUM_RANKS * row_height - 6,
@@ -71,7 +71,7 @@ def draw_ring(layout: Layout, n: int = 8) -> str:
     )
     for step in range(layout.num_ranks):
         x = left + step * step_width
-        drawing.text(x + side / 2, 64, f"step {step}", "middle", bold=True)
+        drawing.text(x + side / 2, 62, f"step {step}", "middle", bold=True)
         for rank in range(layout.num_ranks):
             y = top + rank * row_height
             owner = layout.holder(rank, -step)
