@@ -264,7 +264,7 @@ def mlp(*, num_microbatches: int = 6) -> Table:
             clock = str(num_stages), str(line.num_cycles), f"{line.bubble:.0%}"
             rows.append((*clock, losses, str(num_messages)))
     columns = ("stages", "cycles", "idle", "loss of each step", "messages per step")
-    return Table(f"{num_microbatches} microbatches of 4 rows; with 4 stages:\n\n{line}\n", columns, rows)
+    return Table(f"{num_microbatches} microbatches of 4 rows, 4 stages:\n\n{line}\n", columns, rows)
 
 
 def attention(*, world: int = 4, num_tokens: int = 512) -> Table:
