@@ -330,28 +330,29 @@ def expert_parallel() -> str:
     for x in (236, 598):
         picture.bar(x, top - 4, 20, 4 * lane - 2, "all-to-all")
     below = top + 4 * lane + 30
-    picture.text(
-        12, below, "Who keeps which expert's weights, with dp_shard 2 x tp 2", bold=True, size=13
-    )
+    picture.text(12, below, "Where the experts' weights are, with dp_shard 2 x tp 2", bold=True)
+    words = "filled: kept; small: gathered to compute"
+    picture.text(WIDTH - 26, below, words, "end", QUIET)
     for row, (ep, efsdp) in enumerate(((2, 2), (4, 1))):
-        y = below + 44 + 62 * row
+        y = below + 44 + 56 * row
         picture.text(12, y + 8, f"ep {ep}, efsdp {efsdp}", bold=True)
-        more = "an expert is cut in 2" if efsdp == 2 else "experts are whole"
+        more = "4 computed, 2 kept" if efsdp == 2 else "2 computed and kept"
         picture.text(12, y + 25, more, colour=QUIET)
         for rank in range(4):
             x = 190 + 166 * rank
             if row == 0:
                 picture.text(x + 4 * cell, y - 26, f"rank {rank}", "middle", INKS[rank], bold=True)
+            held = 8 // ep  # experts that the rank computes, and keeps a part of
+            first = rank % ep * held
+            kept = first + rank // ep * (held // efsdp)
             for expert in range(8):
+                place = x + cell * expert
                 if row == 0:
-                    picture.text(
-                        x + cell * (expert + 0.5), y - 10, f"{expert}", "middle", QUIET, 11
-                    )
-                for part in range(efsdp):
-                    kept = expert * ep // 8 == rank % ep and part == rank // ep
-                    height = 32 / efsdp
-                    fill = TINTS[rank] if kept else IDLE
-                    picture.box(x + cell * expert, y - 4 + part * height, cell, height, fill)
+                    picture.text(place + cell / 2, y - 10, f"{expert}", "middle", QUIET, 11)
+                fill = TINTS[rank] if kept <= expert < kept + held // efsdp else IDLE
+                picture.box(place, y - 4, cell, 30, fill)
+                if fill == IDLE and first <= expert < first + held:
+                    picture.rectangle(place + 5, y + 7.5, 7, 7, TINTS[rank], EDGE)
     return picture.svg()
 
 
