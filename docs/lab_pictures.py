@@ -219,18 +219,18 @@ def clocked_pipeline(cluster: VirtualCluster) -> MessagePicture:
     mlp(cluster, mlp.build_parameters(), inputs, targets)
     return picture_of(
         cluster.record,
-        "The pipelined MLP: one step, 4 stages, 3 runs",
-        "All forward passes, then all backward passes. y1 is the activation of run 1, dy1 its "
-        "gradient.",
+        "The pipelined MLP: one step, 4 stages, 3 microbatches",
+        "All forward passes, then all backward passes. y1 is the activation of microbatch 1, "
+        "dy1 its gradient.",
         name=lambda message: message.label,
     )
 
 
 def ring(layout: str) -> Callable[[VirtualCluster], MessagePicture]:
     captions = {
-        "zigzag": "A box q k3 is the attention of the rank's queries to the keys of rank 3. "
+        "headtail": "A box q k3 is the attention of the rank's queries to the keys of rank 3. "
         "The next keys and values arrive meanwhile.",
-        "contiguous": "Rank 0 needs only its own keys, and waits; only rank 3 needs all of them.",
+        "none": "Rank 0 needs only its own keys, and waits; only rank 3 needs all of them.",
     }
 
     def name(message: Message) -> str:
@@ -287,8 +287,8 @@ PICTURES: dict[int, dict[str, Callable[[VirtualCluster], MessagePicture]]] = {
         "zero_3": zero,
         "reshard": resharded,
         "pipelined_mlp": clocked_pipeline,
-        "ring_zigzag": ring("zigzag"),
-        "ring_contiguous": ring("contiguous"),
+        "ring_headtail": ring("headtail"),
+        "ring_none": ring("none"),
         "experts": experts,
     },
     8: {"shift": shift, "tree": tree, "three_d": three_d},

@@ -2,8 +2,9 @@
 
 python docs/make_pictures.py [--runs] [PAGE.md ...]
 
-If no pages are named, those of the lab's notes (lab_pictures.py), of context parallelism
-(ring_pictures.py) and of a terminal (differs.svg, plan/llama_405b.svg) are made too.
+If no pages are named, those of the lab's notes (lab_pictures.py), of features
+(feature_pictures.py), of context parallelism (ring_pictures.py) and of a terminal (differs.svg,
+plan/llama_405b.svg) are made too.
 
 `titanlite simulate` and `titanlite learn` give the same picture each time. With --runs, the
 `titanlite train` commands that are followed by a `cp` of a picture, or by a `titanlite plan` that
@@ -188,12 +189,14 @@ def main(arguments: Sequence[str]) -> int:
 
     names = [argument for argument in arguments if argument != "--runs"]
     if not names:
+        from feature_pictures import main as draw_features
         from lab_pictures import main as draw_lab
         from ring_pictures import main as draw_rings
 
         (ROOT / "docs/images/differs.svg").write_text(draw_differs())
         PLAN.write_text(draw_plan())
         draw_lab([str(ROOT / "docs" / "images" / "lab")])
+        draw_features(ROOT / "docs" / "images" / "features")
         draw_rings(ROOT / "docs" / "images" / "context_parallel")
     pages = [Path(name) for name in names] or sorted((ROOT / "docs").glob("*.md"))
     for page in pages:

@@ -55,7 +55,7 @@ def draw_ring(layout: Layout, n: int = 8) -> str:
     Rows are ranks, columns are steps. A square is the score matrix of one block; its filled part is
     computed. The bar above it shows the keys held: the part that was sent this far.
     """
-    side, step_width, row_height, left, top = 64, 150, 112, 84, 92
+    side, step_width, row_height, left, top = 52, 150, 82, 84, 84
     drawing = Drawing(
         left + NUM_RANKS * step_width - 40,
         top + NUM_RANKS * row_height - 6,
@@ -71,7 +71,7 @@ def draw_ring(layout: Layout, n: int = 8) -> str:
     )
     for step in range(layout.num_ranks):
         x = left + step * step_width
-        drawing.text(x + side / 2, 64, f"step {step}", "middle", bold=True)
+        drawing.text(x + side / 2, 62, f"step {step}", "middle", bold=True)
         for rank in range(layout.num_ranks):
             y = top + rank * row_height
             owner = layout.holder(rank, -step)
@@ -83,12 +83,31 @@ def draw_ring(layout: Layout, n: int = 8) -> str:
                 rows_on = layout.holder(rank, 1) - rank
                 start = (x + side + 6, y + side / 2)
                 end = (x + step_width - 16, y + side / 2 + rows_on * row_height)
-                drawing.arrow(start, end, COLOURS[owner], 3 * carried / n)
+                draw_arrow(drawing, start, end, COLOURS[owner], 3 * carried / n)
             if held:
                 _draw_block(drawing, x, y, side, n, rank, owner, held, layout)
             else:
                 drawing.text(x + side / 2, y + side / 2 + 4, "idle", "middle", QUIET)
     return drawing.svg()
+
+
+def draw_arrow(
+    drawing: Drawing,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    colour: str,
+    width: float,
+) -> None:
+    """A curve with horizontal ends; nothing is drawn if `width` is 0."""
+    if not width:
+        return
+    (x0, y0), (x1, y1) = start, end
+    middle = (x0 + x1) / 2
+    drawing.elements.append(
+        f'<path d="M{x0:g},{y0:g} C{middle:g},{y0:g} {middle:g},{y1:g} {x1:g},{y1:g}" '
+        f'fill="none" stroke="{colour}" stroke-width="{width:g}" stroke-opacity="0.55"/>'
+    )
+    drawing.polygon([(x1 + 6, y1), (x1 - 2, y1 - 4), (x1 - 2, y1 + 4)], colour)
 
 
 def _draw_block(

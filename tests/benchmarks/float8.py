@@ -22,10 +22,10 @@ from titanlite.ranks.launch import ALONE
 
 FORMATS = ("float32", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 COLOURS = {
-    "float32": "#111827",
-    "tensorwise": "#d1495b",
-    "rowwise": "#1f5fa8",
-    "rowwise_with_gw_hp": "#2a9d8f",
+    "float32": "#1c1c1c",
+    "tensorwise": "#d55e00",
+    "rowwise": "#0072b2",
+    "rowwise_with_gw_hp": "#009e73",
 }
 Curve = list[tuple[int, float]]
 """(steps trained, held-out loss in nats per pixel), in order."""

@@ -178,7 +178,7 @@ WRONG = {
         ("torch.logaddexp(lse, block)", "torch.maximum(lse, block)", "value", "rank 0 returns"),
         ("if step > 0:", "if True:", "messages", "16 messages; 12 are enough"),
     ],
-    "zigzag_positions": [
+    "headtail_positions": [
         ("2 * world_size - 1 - rank", "2 * rank + 1", "value", "rank 0 returns"),
         ("2 * world_size - 1 - rank", "world_size + rank", "value", "rank 0 returns"),
     ],

@@ -126,7 +126,7 @@ def test_ring_attention_computes_while_keys_travel(cluster_of_4):
     flops_per_second = 2 * 2 * heads * num_local**2 * features / 0.1
     # A block takes 0.1 s, and so do its keys and values.
     link = Link(bytes_per_second=2 * heads * num_local * features * 4 / 0.1)
-    shards = shard_sequence(torch.ones(3, heads, 4 * num_local, features), 4, "zigzag")
+    shards = shard_sequence(torch.ones(3, heads, 4 * num_local, features), 4, "headtail")
 
     def attend(device, shards):
         device.barrier()

@@ -1,8 +1,9 @@
-"""The drawings of the page are valid SVG, and those in docs/ are up to date."""
+"""The drawings of pages are valid SVG, and those in docs/ are up to date."""
 
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from feature_pictures import PICTURES
 from ring_pictures import draw_all, draw_ring
 
 from titanlite.modules.attention import make_layout
@@ -14,8 +15,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_drawings_in_docs_are_current():
     drawings = draw_all()
     assert {path.name for path in FOLDER.iterdir()} == set(drawings)
+    drawings |= {f"../features/{name}.svg": draw() for name, draw in PICTURES.items()}
     stale = [name for name, svg in drawings.items() if (FOLDER / name).read_text() != svg]
-    assert not stale, "run: python docs/ring_pictures.py docs/images/context_parallel"
+    assert not stale, "run: make docs"
 
 
 def test_the_ring_shows_what_is_computed_and_what_travels():

@@ -47,26 +47,6 @@ class Drawing:
         yield
         self.elements.append("</g>")
 
-    def arrow(
-        self,
-        start: tuple[float, float],
-        end: tuple[float, float],
-        colour: str,
-        width: float,
-        opacity: float = 0.55,
-    ) -> None:
-        """A curve with horizontal ends; nothing is drawn if `width` is 0."""
-        if not width:
-            return
-        (x0, y0), (x1, y1) = start, end
-        middle = (x0 + x1) / 2
-        self.elements.append(
-            f'<path d="M{x0:g},{y0:g} C{middle:g},{y0:g} {middle:g},{y1:g} {x1:g},{y1:g}" '
-            f'fill="none" stroke="{colour}" stroke-width="{width:g}" stroke-opacity="{opacity:g}"/>'
-        )
-        tip = [(x1 + 6, y1), (x1 - 2, y1 - 4), (x1 - 2, y1 + 4)]
-        self.polygon(tip, colour)
-
     def text(
         self,
         x: float,

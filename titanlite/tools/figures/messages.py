@@ -10,6 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
+from itertools import accumulate
+from math import ceil
 from typing import Any
 
 from titanlite.tools.figures.canvas import RANKS, Drawing
@@ -17,7 +19,7 @@ from titanlite.tools.figures.page_file import FOLDER, make_page
 from titanlite.tools.figures.palette import FAINT, GRID, ON_CELL, PAPER, PHASES, QUIET, STYLE
 
 ROW, LETTER = 58, 6.2
-WIDTH = 920  # of a line; a text of 11 pixels is read at 10 on a page
+WIDTH = 932  # of a line; a text of 11 pixels is read at 10 on a page
 HALO = f' paint-order="stroke" stroke="{PAPER}" stroke-width="3"'
 
 
@@ -78,13 +80,12 @@ def draw_svg(picture: MessagePicture) -> str:
     A picture that is wider than a page goes on below, as lines of a text do.
     """
     whole_line = _Layout(picture)
-    unit = whole_line.unit
-    num_lines = -(-picture.length // max(1, int((WIDTH - whole_line.beside) / unit)))
-    most_steps = -(-picture.length // max(1, num_lines))
+    num_lines = ceil((whole_line.right - whole_line.left) / (WIDTH - whole_line.beside))
     if num_lines <= 1:
         return whole_line.draw()
+    most_steps = ceil(picture.length / num_lines)
     lines = [
-        _Layout(_part(picture, start, start + most_steps), unit, start)
+        _Layout(_part(picture, start, start + most_steps), whole_line.unit, start)
         for start in range(0, picture.length, most_steps)
     ]
     width, height = max(line.width for line in lines), sum(line.height for line in lines)
@@ -123,7 +124,7 @@ def draw_page(picture: MessagePicture) -> str:
     At each step it shows what each rank holds and the messages that fly. It loads nothing.
     """
     layout = _Layout(picture)
-    data = {**asdict(picture), "left": layout.left, "unit": layout.unit, "colors": RANKS}
+    data = {**asdict(picture), "places": layout.places, "colors": RANKS}
     title = picture.title or "Messages between ranks"
     return make_page(
         FOLDER / "messages",
@@ -139,23 +140,36 @@ class _Layout:
 
     def __init__(self, picture: MessagePicture, unit: float = 0.0, first: int = 0) -> None:
         self.picture, self.first = picture, first
-        longest = max((len(line) for one in picture.arrows for line in _lines(one)), default=0)
         boxes = max((len(box.text) for box in picture.boxes), default=0)
         least = 28.0 if picture.boxes else 44.0 if picture.bars else 64.0
-        self.unit = unit or max(least, 1.15 * LETTER * longest + 10, LETTER * boxes + 7)
+        self.unit = unit or max(least, LETTER * boxes + 7)
         self.left = 24 + LETTER * max(map(len, [*picture.rows, ""]))
         sides = [max(map(len, [*side, ""])) for side in (picture.before, picture.after)]
         before, after = ((12 + 1.1 * LETTER * length) * bool(length) for length in sides)
         self.left += before
-        self.right = self.x(picture.length)
+        # Arrows change rows in a gap at the end of their step, each in a lane of its own. Of those
+        # that go the same way, the last in that direction is leftmost: so they do not cross.
+        ways = {one: 1 if one.target < one.source else -1 for one in picture.arrows}
+        self.lanes: dict[Arrow, int] = {}
+        self.gaps = [0] * picture.length
+        for arrow in sorted(ways, key=lambda one: (ways[one], ways[one] * one.source)):
+            self.lanes[arrow] = self.gaps[arrow.start] = max(16, self.gaps[arrow.start] + 4)
+        needs = [(bar.start, max(34.0, 12 * len(_wrapped(bar)) + 14)) for bar in picture.bars]
+        needs += [(box.start, LETTER * len(box.text) + 7) for box in picture.boxes]
+        needs += [(a.start, 1.3 * LETTER * len(line) + 2) for a in ways for line in _lines(a)]
+        widths = [self.unit] * picture.length
+        for step, need in needs:
+            widths[step] = max(widths[step], self.gaps[step] + need)
+        self.places = list(accumulate(widths, initial=self.left))
+        self.right = self.places[-1]
         self.beside = self.left + 12 + after
         self.top = 84 if picture.title else 36
         titles = LETTER * max(1.2 * len(picture.title), len(picture.caption)) + 24
         self.width = max(self.right + 12 + after, titles)
         self.height = self.top + ROW * (len(picture.rows) - 1) + 56
 
-    def x(self, step: float) -> float:
-        return self.left + step * self.unit
+    def x(self, step: int) -> float:
+        return self.places[step]
 
     def y(self, row: int) -> float:
         return self.top + row * ROW
@@ -170,7 +184,7 @@ class _Layout:
             drawing.line(self.x(step), self.top - 22, self.x(step), last + 22, GRID)
         drawing.text(12, last + 48, "step", colour=QUIET, size=11)
         for step in range(picture.length):
-            middle = self.x(step + 0.5)
+            middle = (self.x(step) + self.x(step + 1)) / 2
             drawing.text(middle, last + 48, f"{self.first + step}", "middle", QUIET, 11)
         for row, name in enumerate(picture.rows):
             y = self.y(row)
@@ -181,7 +195,6 @@ class _Layout:
                 drawing.text(self.left - 8, y + 4, escape(picture.before[row]), "end")
             if picture.after:
                 drawing.text(self.right + 8, y + 4, escape(picture.after[row]))
-        # Arrows pass behind the work of other rows.
         for arrow in picture.arrows:
             self.arrow(drawing, arrow)
         for bar in picture.bars:
@@ -190,7 +203,7 @@ class _Layout:
             self.box(drawing, box)
         for arrow in picture.arrows:
             # On the side of a box from which the arrow does not start.
-            aside = self.aside(arrow, arrow.source)
+            aside = self.aside(arrow)
             x, y = self.x(arrow.start) + 8, self.y(arrow.source)
             lines = _lines(arrow)
             y -= 12 * (len(lines) - 1) if aside >= 0 else 0
@@ -200,31 +213,38 @@ class _Layout:
         return drawing.svg()
 
     def arrow(self, drawing: Drawing, arrow: Arrow) -> None:
-        leaves, arrives = (self.aside(arrow, row) for row in (arrow.source, arrow.target))
-        start = self.x(arrow.start) + 4, self.y(arrow.source) + leaves
-        end = self.x(arrow.start + 1) - 9, self.y(arrow.target) - arrives
+        color, end = RANKS[arrow.source % len(RANKS)], self.x(arrow.start + 1)
+        turn = 4 if arrow.target > arrow.source else -4
+        x0, y0 = self.x(arrow.start) + 4, self.y(arrow.source) + self.aside(arrow)
+        x1, y1 = end - 7, self.y(arrow.target) - turn
+        x = end - self.gaps[arrow.start] + self.lanes[arrow] - 12
         with drawing.titled(escape(arrow.hover or arrow.text)):
-            drawing.circle(*start, 3, RANKS[arrow.source % len(RANKS)])
-            drawing.arrow(start, end, RANKS[arrow.source % len(RANKS)], 1.8, opacity=0.9)
+            drawing.circle(x0, y0, 3, color)
+            drawing.elements.append(
+                f'<path d="M{x0:g},{y0:g} H{x - 4:g} q4,0 4,{turn} V{y1 - turn:g} q0,{turn} '
+                f'4,{turn} H{x1:g}" fill="none" stroke="{color}" stroke-width="1.8"/>'
+            )
+            drawing.polygon([(x1 + 6, y1), (x1 - 2, y1 - 4), (x1 - 2, y1 + 4)], color)
 
-    def aside(self, arrow: Arrow, row: int) -> int:
-        """How far an arrow stays below, or above, the line of a row that works meanwhile."""
+    def aside(self, arrow: Arrow) -> int:
+        """How far an arrow stays below, or above, the line of its source if that works."""
         works = any(
-            box.row == row and box.start <= arrow.start < box.end for box in self.picture.boxes
+            box.row == arrow.source and box.start <= arrow.start < box.end
+            for box in self.picture.boxes
         )
         return 17 * works * (1 if arrow.target > arrow.source else -1)
 
     def box(self, drawing: Drawing, box: WorkBox) -> None:
-        x, width = self.x(box.start) + 1, (box.end - box.start) * self.unit - 2
+        x = self.x(box.start) + 1
+        width = self.x(box.end) - self.gaps[box.end - 1] - x - 1
         with drawing.titled(escape(f"{self.picture.rows[box.row]}: {box.text}")):
             drawing.rectangle(x, self.y(box.row) - 12, width, 24, _fill(box.text), "#999999")
             y = self.y(box.row) + 4
             drawing.text(x + width / 2, y, escape(box.text), "middle", ON_CELL, 11)
 
     def bar(self, drawing: Drawing, bar: Bar, lane: int, num_lanes: int) -> None:
-        arrives = {one.target for one in self.picture.arrows if one.start == bar.start}
-        # The head of an arrow is to the right of the bar.
-        width = (self.unit - (10 if arrives.isdisjoint(bar.rows) else 22)) / num_lanes
+        room = self.x(bar.start + 1) - self.x(bar.start) - self.gaps[bar.start]
+        width = (room - 10) / num_lanes
         x = self.x(bar.start) + 5 + lane * width
         top, bottom = self.y(min(bar.rows)) - 16, self.y(max(bar.rows)) + 16
         with drawing.titled(escape(bar.hover or bar.text)):
@@ -232,7 +252,7 @@ class _Layout:
             for row in bar.rows:
                 drawing.circle(x, self.y(row), 3, RANKS[row % len(RANKS)])
             # Upright, in several lines if it is too long for one.
-            lines = _wrapped(bar.text, int((bottom - top) / LETTER))
+            lines = _wrapped(bar)
             for number, line in enumerate(lines):
                 middle_x = x + width / 2 + 4 + 12 * (number - (len(lines) - 1) / 2)
                 middle_y = (top + bottom) / 2
@@ -257,11 +277,11 @@ def _lane(bar: Bar, bars: Sequence[Bar]) -> tuple[int, int]:
     return beside.index(bar), len(beside)
 
 
-def _wrapped(text: str, length: int) -> list[str]:
-    """The text in lines of at most `length` characters, broken after spaces and dots."""
-    lines = [""]
+def _wrapped(bar: Bar) -> list[str]:
+    """Its text in lines that fit its height, broken after spaces and dots."""
+    lines, length = [""], int((ROW * (max(bar.rows) - min(bar.rows)) + 32) / LETTER)
     # A number stays together, and with its unit.
-    for part in re.split(r"(?<= )(?![KM]?i?B\b)|(?<=\.)(?!\d+ )", text):
+    for part in re.split(r"(?<= )(?![KM]?i?B\b)|(?<=\.)(?!\d+ )", bar.text):
         if len((lines[-1] + part).rstrip(", ")) > length and lines[-1]:
             lines.append("")
         lines[-1] += part

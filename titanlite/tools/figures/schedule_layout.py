@@ -165,10 +165,10 @@ class Canvas:
 def canvases_of(timelines: Sequence[Timeline], width: float = 0) -> list[Canvas]:
     """One canvas per timeline, all with the same scale and time axis, for comparison.
 
-    Those of a `width` have the legend once, and more than two are drawn without their curves.
+    Those of a `width` have the legend once, and no curves if there are several.
     """
     until = max(timeline.drawn_end for timeline in timelines)
-    if width and len(timelines) > 2:
+    if width and len(timelines) > 1:
         timelines = [replace(timeline, curves={}) for timeline in timelines]
     canvases = [Canvas.of(replace(timeline, until=until), width) for timeline in timelines]
     scales, left = [one.scale for one in canvases], max(one.left for one in canvases)
@@ -265,7 +265,7 @@ def _legend(timelines: Sequence[Timeline]) -> dict[str, str]:
     if first.is_by_stage:
         text = f"number: stage; colour: {first.batches_are}"
     elif any(place % 2 for timeline in timelines for place in timeline.chunks.values()):
-        text += "; lighter: every second stage of a row"
+        text += "; lighter: every second stage"
     return {**found, text: ""}
 
 

@@ -79,7 +79,7 @@ def save_sweep(
     _draw_makespan(right, points, style)
     left.set_xlabel(memory_label)
     left.set_ylabel("bubble")
-    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
     right.set_xlabel(x_label)
     right.set_ylabel(time_label)
     for axes in (left, right):
@@ -112,7 +112,7 @@ def _draw_memory(axes: Axes, points: Sequence[SweptPoint], style: dict[str, Styl
     axes.step(*zip(*front, strict=True), where="post", color=_GREY, linewidth=1, zorder=1)
     _scale(axes, [point.memory for point in points], "x")
     axes.margins(x=0.08, y=0.08)
-    axes.yaxis.set_major_locator(MaxNLocator(8))
+    axes.yaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
     named = (-1.0, -1.0)
     for place in _some(front, _MOST_LABELS):
         x, y = _share(axes, place)

@@ -13,12 +13,13 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.ticker import MaxNLocator
 
+from titanlite.tools.figures.chart import COLORS
 from titanlite.tools.figures.figure import GRID, make_figure, save_figure
 
 if TYPE_CHECKING:
     from titanlite.observe.metrics import StepRecord
 
-_TRAIN, _VALIDATION, _REFERENCE = "#1f5fa8", "#d1495b", "#6b7280"
+_TRAIN, _VALIDATION, _REFERENCE = *COLORS[:2], "#767676"
 # The running mean is over 1/60 of the steps. If that is more than one step, the mean is drawn, and
 # the curve itself faintly.
 _STEPS_A_WINDOW = 60
@@ -104,7 +105,7 @@ def _dress(axes: Axes, title: str, bits_per: str | None) -> None:
     if bits_per is None:
         axes.set_ylabel("loss")
     else:
-        axes.set_ylabel("loss (nats a token)")
+        axes.set_ylabel("loss (nats per token)")
         # matplotlib passes arrays to these functions, also empty ones.
         to_bits = lambda nats: nats / math.log(2), lambda bits: bits * math.log(2)
         bits = axes.secondary_yaxis("right", functions=to_bits)

@@ -24,8 +24,8 @@ from titanlite.tools.lab.group import Group, new_like, wait_all
 from titanlite.tools.lab.mesh import Axes
 
 LAYOUTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
-    "contiguous": lambda rank, world_size: (rank,),
-    "zigzag": lambda rank, world_size: (rank, 2 * world_size - 1 - rank),
+    "none": lambda rank, world_size: (rank,),
+    "headtail": lambda rank, world_size: (rank, 2 * world_size - 1 - rank),
 }
 """Per layout: (rank, world size) -> the numbers of the chunks that the rank holds, in order."""
 
@@ -61,7 +61,7 @@ def ring_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    layout: str = "zigzag",
+    layout: str = "headtail",
     causal: bool = True,
     axes: Axes = None,
 ) -> torch.Tensor:

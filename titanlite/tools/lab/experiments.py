@@ -264,11 +264,11 @@ def mlp(*, num_microbatches: int = 6) -> Table:
             clock = str(num_stages), str(line.num_cycles), f"{line.bubble:.0%}"
             rows.append((*clock, losses, str(num_messages)))
     columns = ("stages", "cycles", "idle", "loss of each step", "messages per step")
-    return Table(f"{num_microbatches} runs of 4 rows; with 4 stages:\n\n{line}\n", columns, rows)
+    return Table(f"{num_microbatches} microbatches of 4 rows, 4 stages:\n\n{line}\n", columns, rows)
 
 
 def attention(*, world: int = 4, num_tokens: int = 512) -> Table:
-    """ring attention by hand: the work of each rank under contiguous and zigzag layouts"""
+    """ring attention by hand: the work of each rank under the layouts none and headtail"""
     import torch
 
     def run(device: Any, shards: Any, layout: str, causal: bool) -> Any:
@@ -284,7 +284,7 @@ def attention(*, world: int = 4, num_tokens: int = 512) -> Table:
     qkv = torch.randn(3, 4, num_tokens, 32)
     rows = []
     with lab.VirtualCluster(lab.Mesh(sequence=world)) as cluster:
-        for layout, causal in (("contiguous", False), ("contiguous", True), ("zigzag", True)):
+        for layout, causal in (("none", False), ("none", True), ("headtail", True)):
             cluster.run(run, lab.shard_sequence(qkv, world, layout), layout, causal)
             flops = [counts.flops for counts in cluster.device_counts]
             each = " ".join(f"{of_rank / 1e6:.0f}" for of_rank in flops)

@@ -55,7 +55,7 @@ def dp() -> str:
     return draw_chart(
         "Data parallelism: compute or communication?",
         series,
-        ChartAxis("tokens of a GPU in a step", is_log=True, show=_tokens, ticks=tokens[::2]),
+        ChartAxis("tokens per GPU and step", is_log=True, show=_tokens, ticks=tokens[::2]),
         ChartAxis("seconds", is_log=True, show=_seconds),
         caption="Llama 3 8B in bfloat16 on H100, at the peaks of the data sheet",
         markers=markers,
@@ -80,8 +80,8 @@ def ladder() -> str:
             Series("simulated, then summed", found["1D DP, ring"], "points", 1),
             Series(during, found["1D DP, overlap"], "points", 2),
         ],
-        ChartAxis("items of each of 4 ranks"),
-        ChartAxis("seconds of a step"),
+        ChartAxis("items per rank, of 4 ranks"),
+        ChartAxis("seconds per step"),
         caption="Lines: formulas. Points: titanlite simulate ladder",
         markers=[ReferenceLine("3.9 items: compute = communication", x=3.9)],
     )
@@ -110,7 +110,7 @@ def tp() -> str:
             Series("collectives: 8 (n-1)/n w tokens D / bandwidth", sent, "dashed", 1),
         ],
         ChartAxis("degree n", is_log=True, ticks=degrees),
-        ChartAxis("seconds of a block, forward and backward", is_log=True, show=_seconds),
+        ChartAxis("seconds per block, forward and backward", is_log=True, show=_seconds),
         caption="Llama 3 8B, 8,192 tokens, bfloat16, H100: NVLink in nodes of 8, else 400 Gb/s",
         markers=[ReferenceLine("a node", x=8)],
     )
@@ -153,11 +153,11 @@ def zero() -> str:
     points = [(float(n), planned_states(n)) for n in (8, 64, 512)]
     series.append(Series("FSDP as planned: titanlite plan", points, "points", 3))
     return draw_chart(
-        "What the model takes of a GPU's memory",
+        "Memory per GPU",
         series,
         ChartAxis("ranks n", is_log=True, show=_tokens, ticks=ranks[::2]),
         ChartAxis(
-            "bytes of a rank, without activations",
+            "memory per rank, without activations",
             is_log=True,
             show=lambda value: f"{value / GIGA:g} GB",
         ),
@@ -212,13 +212,13 @@ def recomputation() -> str:
     """Bytes of activations by the length of a sequence, for each mode of checkpointing."""
     lengths: Sequence[int] = (256, 512, 1024, 2048)
     return draw_chart(
-        "What activations take of the memory",
+        "Activation memory",
         [
             Series(text, [(n, planned_activations(mode, n)) for n in lengths], color=color)
             for color, (mode, text) in enumerate(MODES.items())
         ],
         ChartAxis("tokens of a sequence", ticks=lengths, show=_tokens),
-        ChartAxis("most bytes of activations in a step", show=lambda value: f"{value / 1e6:g} MB"),
+        ChartAxis("peak of activations in a step", show=lambda value: f"{value / 1e6:g} MB"),
         caption="Llama 3 debugmodel, one sequence, float32, as planned: titanlite plan",
     )
 

@@ -286,7 +286,7 @@ class Cluster:
             self._turns.sleep(seconds)
 
     def timeline(self, title: str) -> Timeline:
-        """The timeline of all GPUs: passes by layer and item, messages in grey.
+        """The timeline of all GPUs: passes by layer and microbatch, messages in grey.
 
         Messages that are sent beside the computation have a lane of their own.
         """
@@ -299,8 +299,8 @@ class Cluster:
                 elif event.kind in ("send", "receive"):
                     kind = REDUCE if event.is_overlapped else "SEND"
                     spans.append(Span(gpu.global_rank, event.start, event.end, kind))
-        rows = [f"GPU {gpu.global_rank}" for gpu in self.gpus]
-        return Timeline(title, rows, spans, unit="s", batches_are="item")
+        rows = [f"rank {gpu.global_rank}" for gpu in self.gpus]
+        return Timeline(title, rows, spans, unit="s")
 
     def _deadlock(self) -> tuple[int, BaseException]:
         waits = self._turns.waits()

@@ -26,7 +26,7 @@ def show_memory(simulation: Simulation, width: int | None = None) -> str:
     kinds = [kind for kind in KINDS if any(peak[kind] for peak in peaks)]
     rows = [
         [
-            f"worker {worker}",
+            f"rank {worker}",
             *(show_size(peaks[worker][kind], unit) for kind in kinds),
             show_size(sum(peaks[worker].values()), unit),
         ]
@@ -44,7 +44,7 @@ def show_memory(simulation: Simulation, width: int | None = None) -> str:
     ]
     if simulation.num_workers > MOST_ROWS:
         most = max(range(simulation.num_workers), key=simulation.peak_memory.__getitem__)
-        lines.append(f"and {simulation.num_workers - MOST_ROWS} more; worker {most} holds most")
+        lines.append(f"and {simulation.num_workers - MOST_ROWS} more; rank {most} holds most")
     return "\n".join(lines)
 
 
@@ -76,6 +76,6 @@ def draw_memory(simulation: Simulation, path: Path) -> None:
             for at, held in simulation.memory.curve(worker)
         ]
         corners.append((float(simulation.makespan) * time, corners[-1][1]))
-        panels.append(MemoryPanel(f"worker {worker}", corners))
+        panels.append(MemoryPanel(f"rank {worker}", corners))
     title = simulation.full_title
     save_memory(path, panels, KINDS, title=title, time_unit=time_unit, size_unit=size_unit)

@@ -268,20 +268,20 @@ class Simulation:
         def drawn(time: Time) -> float:
             return float(time) * scale
 
-        rows = [f"worker {worker}" for worker in range(self.num_workers)]
+        rows = [f"rank {worker}" for worker in range(self.num_workers)]
         spans = []
         for worker, start, end, stage, batch, direction in self.cells:
             kind = "FBW"[direction]
             if kind == "B" and plan.is_split[batch * plan.num_stages + stage]:
                 kind = "I"
             spans.append(Span(worker, drawn(start), drawn(end), kind, stage, batch))
-        curves, curves_label = activation_curves(rows, spans), "stage inputs held, by worker"
+        curves, curves_label = activation_curves(rows, spans), "stage inputs held, by rank"
         if costs.has_sizes:
             size_unit, of_one = size_scale(max(self.peak_memory), costs.size_unit)
             for worker, name in enumerate(rows):
                 curve = self.memory.curve(worker)
                 curves[name] = [(drawn(at), float(sum(sizes)) * of_one) for at, sizes in curve]
-            curves_label = f"memory, by worker{size_unit and f', {size_unit}'}"
+            curves_label = f"memory, by rank{size_unit and f', {size_unit}'}"
         spans += [
             Span(worker, drawn(self._time(start)), drawn(self._time(end)), kind)
             for worker, start, end, kind, _ in self._extras
@@ -297,7 +297,6 @@ class Simulation:
             spans,
             unit=unit,
             caption=self.summary(),
-            batches_are="batch",
             letters=LETTERS,
             curves=curves,
             curves_label=curves_label,
@@ -312,7 +311,7 @@ class Simulation:
         if costs.has_sizes:
             peak = f"peak memory {show_size(max(self.peak_memory), costs.size_unit)}"
         return (
-            f"{self.num_workers} workers, {self.num_stages} stages, {self.num_batches} batches; "
+            f"{self.num_workers} ranks, {self.num_stages} stages, {self.num_batches} microbatches; "
             f"makespan {show_time(self.makespan, costs.time_unit)} "
             f"(lower bound {show_time(self.lower_bound, costs.time_unit)}), "
             f"bubble {float(self.bubble_fraction):.1%}, {peak}"

@@ -105,15 +105,15 @@ def draw_sweep(swept: Swept, axes: Sequence[str], title: str, path: Path) -> Non
         )
         for row, on_memory, on_workers in zip(rows, fronts.memory, fronts.workers, strict=True)
     ]
-    of_a_worker = "stage inputs held at once by a worker"
+    of_a_rank = "stage inputs held at once, per rank"
     if memory == "peak memory":
-        of_a_worker = f"peak memory of a worker{size_unit and f', {size_unit}'}"
+        of_a_rank = f"peak memory per rank{size_unit and f', {size_unit}'}"
     save_sweep(
         path,
         points,
         title=title,
         x_label=along.replace("_", " "),
-        memory_label=of_a_worker,
+        memory_label=of_a_rank,
         time_label=f"makespan, {time_unit}",
     )
 

@@ -233,13 +233,13 @@ def test_text_shows_fetches_and_reductions_below_their_row():
     for color in (False, True):
         lines = draw_text(fully_sharded(), width=120, color=color).splitlines()
         names = [line.split()[0] for line in lines[2:-1]]
-        assert names == ["worker", "fetch", "reduce"] * 6
+        assert names == ["rank", "fetch", "reduce"] * 6
         plain = [re.sub(r"\033\[[\d;]*m", "", line) for line in lines]
         assert max(map(len, plain[2:])) <= 120
-    scale = (120 - len("worker 0 ") - len(" 100%")) / 19.6
-    fetch = draw_text(fully_sharded(), width=120, color=False).splitlines()[3][9:]
+    scale = (120 - len("rank 0 ") - len(" 100%")) / 19.6
+    fetch = draw_text(fully_sharded(), width=120, color=False).splitlines()[3][7:]
     assert set(fetch) == {" ", "<"}
-    # Worker 0 fetches stages 1 to 5 while it computes, from the start of the one before on.
+    # Rank 0 fetches stages 1 to 5 while it computes, from the start of the one before on.
     assert fetch[: round(0.6 * scale)] == "<" * round(0.6 * scale)
     assert fetch[round(0.7 * scale)] == " "
     assert fetch[round(1.1 * scale)] == "<"

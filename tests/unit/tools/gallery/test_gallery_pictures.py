@@ -46,16 +46,16 @@ def test_the_loss_curve_has_its_lines(tmp_path: Path, count: int) -> None:
     save_loss_curve(path, make_records(count), vocab_size=17, title="a run")
     picture = read_picture(path)
     assert picture.shape == (720, 1152, 3)
-    assert has_color(picture, "#1f5fa8")
-    assert has_color(picture, "#6b7280")
-    assert has_color(picture, "#d1495b") == (count >= 10)
+    assert has_color(picture, "#0072b2")
+    assert has_color(picture, "#767676")
+    assert has_color(picture, "#d55e00") == (count >= 10)
 
 
 def test_losses_that_are_not_finite_leave_a_picture(tmp_path: Path) -> None:
     records = make_records(40)
     records[10].loss, records[20].loss = math.nan, math.inf
     save_loss_curve(tmp_path / "loss.png", records)
-    assert has_color(read_picture(tmp_path / "loss.png"), "#1f5fa8")
+    assert has_color(read_picture(tmp_path / "loss.png"), "#0072b2")
     with pytest.raises(ValueError, match="no records"):
         save_loss_curve(tmp_path / "loss.png", [])
 

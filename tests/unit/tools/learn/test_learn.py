@@ -57,7 +57,7 @@ def test_picture_is_what_its_command_draws(name, tmp_path):
     ("command", "pattern"),
     [
         ("titanlite ladder 1d-overlap --columns 100", r"^dimensions .*(?:\n.+  .*){4}"),
-        ("titanlite simulate 1F1B --workers 4 --batches 8 --label batch", r"(?:^worker .*\n){4}"),
+        ("titanlite simulate 1F1B --workers 4 --batches 8 --label batch", r"(?:^rank .*\n){4}"),
     ],
 )
 def test_page_shows_what_a_command_prints(command, pattern, monkeypatch, capsys):

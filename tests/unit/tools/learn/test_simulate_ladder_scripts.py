@@ -81,7 +81,7 @@ def test_script_draws_every_rank_and_prints_its_cost(capsys, tmp_path):
     printed = capsys.readouterr().out
     pipeline, tensor = printed.split("2D DP x TP", maxsplit=1)
     for text, rung in ((pipeline, "2D DP x PP"), (tensor, "2D DP x TP")):
-        assert all(f"GPU {rank} " in text for rank in range(4))
+        assert all(f"rank {rank} " in text for rank in range(4))
         last = [line for line in text.splitlines() if line.startswith(rung)][-1]
         assert f"{run_rung(RUNG[rung], StepWorkload(items=8))[0].seconds:.1f}" in last
     assert "of 8 items equal a single process's" in printed
@@ -91,8 +91,8 @@ def test_script_draws_every_rank_and_prints_its_cost(capsys, tmp_path):
 def test_script_draws_the_messages_that_nothing_hides(capsys):
     """8 of 12.7 s compute, and 4.7 s of the gradients' messages follow."""
     assert main(["1d-overlap", "--columns", "139"]) == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("GPU 0"))
-    drawn = row.removeprefix("GPU 0 ").split()[0]
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("rank 0"))
+    drawn = row.removeprefix("rank 0 ").split()[0]
     assert set(drawn) == {"F", "B", "-"}
     assert drawn.count("-") / len(drawn) == pytest.approx(4.7 / 12.7, abs=0.02)
 

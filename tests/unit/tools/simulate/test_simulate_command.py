@@ -17,7 +17,7 @@ from titanlite.tools.simulate.schemes import STRATEGIES
 def test_every_scheme_by_name(scheme, capsys):
     assert main(["simulate", scheme, "--workers", "4", "--batches", "8", "--width", "100"]) == 0
     printed = capsys.readouterr().out
-    assert "worker 3" in printed
+    assert "rank 3" in printed
     assert printed.splitlines()[-1].startswith(scheme)
 
 
@@ -28,7 +28,7 @@ def test_a_cell_shows_its_stage_or_its_batch(capsys):
         "batch": "..f0b0--f1b1--f2b2--....",
     }.items():
         assert main([*scheme, "--label", label]) == 0
-        assert f"worker 1 {cells} " in capsys.readouterr().out
+        assert f"rank 1 {cells} " in capsys.readouterr().out
 
 
 def test_compare_prints_one_row_each_and_draws_them_all(tmp_path, capsys):

@@ -192,14 +192,14 @@ def test_seconds_and_bytes_in_the_command(tmp_path, capsys):
     assert "makespan 61.0 ms (lower bound 60.0 ms)" in printed
     assert "peak memory 6.50 GiB" in printed
     # In its backward: both stages' gradients, one activation, one fetched stage.
-    row = next(line for line in printed.splitlines() if line.startswith("worker 1  "))
+    row = next(line for line in printed.splitlines() if line.startswith("rank 1  "))
     assert " ".join(row.split()[2:14]) == "1 GiB 2 GiB 2 GiB 512 MiB 1 GiB 6.50 GiB"
     assert files["memory.png"].read_bytes().startswith(b"\x89PNG")
     for file in ("memory.svg", "time.svg"):
         assert ET.parse(files[file]).getroot().tag == "{http://www.w3.org/2000/svg}svg"
     drawn = files["time.svg"].read_text()
     assert ">ms<" in drawn
-    assert "memory, by worker, GiB" in drawn
+    assert "memory, by rank, GiB" in drawn
 
 
 def test_pictures_of_many_workers_show_the_fullest(tmp_path):

@@ -169,8 +169,8 @@ def test_diagram_cell_for_cell(diagrams, scheme):
 def test_diagram_shows_in_a_notebook(diagrams):
     html = diagrams["GPipe default"]._repr_html_()
     assert html.startswith("<svg")
-    assert html.count("<title>worker ") >= 2 * 6 * 12
-    assert "worker 0: forward, stage 0, batch 0; 0 to 1 steps" in html
+    assert html.count("<title>rank ") >= 2 * 6 * 12
+    assert "rank 0: forward, stage 0, microbatch 0; 0 to 1 steps" in html
 
 
 def test_looped_pipeline_could_take_42_steps_but_takes_46(diagrams):

@@ -104,10 +104,10 @@ function go(to) {
   byId("back").disabled = step === 0;
   byId("on").disabled = step === DATA.length;
   const cursor = byId("cursor");
-  cursor.setAttribute("x", DATA.left + DATA.unit * step);
-  cursor.setAttribute("width", step === DATA.length ? 3 : DATA.unit);
+  cursor.setAttribute("x", DATA.places[step]);
+  cursor.setAttribute("width", step === DATA.length ? 3 : DATA.places[step + 1] - DATA.places[step]);
   // Keep the step in view in a long run.
-  overview.parentElement.scrollLeft = DATA.left + DATA.unit * (step + 0.5) - innerWidth / 2;
+  overview.parentElement.scrollLeft = DATA.places[step] + 30 - innerWidth / 2;
   drawStage();
   drawList();
 }

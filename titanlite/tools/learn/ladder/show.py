@@ -58,8 +58,8 @@ def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
         if event.kind == "join"
     ]
     caption = (
-        "F, B: forward and backward of a part of a layer; a colour for each item; -: messages; "
-        ".: waiting"
+        "F, B: forward and backward of a part of a layer; a colour for each microbatch; "
+        "-: messages; .: waiting"
     )
     timeline = replace(drawn, caption=caption)
     wrote = write_timelines(options, [timeline])

@@ -3,7 +3,7 @@
 from titanlite.tools.lab.exercises.exercise import Exercise
 
 
-def zigzag_positions(device, num_tokens):
+def headtail_positions(device, num_tokens):
     """The positions of this rank's tokens, ascending, so that all ranks have equal causal work.
 
     The sequence has 2 W equal chunks, and every rank holds two of them; rank 0 holds the first.
@@ -20,7 +20,7 @@ def expected(inputs):
 
 
 EXERCISE = Exercise(
-    solution=zigzag_positions,
+    solution=headtail_positions,
     hint="The chunks c and d of a rank take (c + 1) + (d + 1) pairs. Which d makes this sum the "
     "same for c = 0, 1, 2, ...?",
     inputs=lambda rank: (16,),
