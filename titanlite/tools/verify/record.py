@@ -410,6 +410,8 @@ class PartFits:
     """Rank -> gradient -> the few rows that differ, if the others agree."""
     previous: dict[str, float]
     """Gradient -> how often it also contains that of the step before, on every rank."""
+    mixed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Gradient -> the other parameters whose gradients it contains."""
 
     def explains(self, name: str) -> bool:
         """Whether a gradient is such a sum on every rank."""

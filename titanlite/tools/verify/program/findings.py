@@ -19,7 +19,7 @@ from titanlite.tools.verify.dataflow import (
     outputs_agree,
 )
 from titanlite.tools.verify.diagnose import diagnose
-from titanlite.tools.verify.evidence import EXPLAINED, PADDING, Evidence, pooled
+from titanlite.tools.verify.evidence import EXPLAINED, PADDING, Evidence, pooled, ranks_of, worst
 from titanlite.tools.verify.gradients import explain_gradients, missing_sums
 from titanlite.tools.verify.inputs import explain_shards, explain_start
 from titanlite.tools.verify.passes import explain_forward, explain_loss, explain_recomputation
@@ -64,6 +64,7 @@ class PartEvidence(Evidence):
     changed: Sequence[str] = ()
     """The weights that the reference itself changes before its forward pass."""
     accumulated: Mapping[str, int] = field(default_factory=dict)
+    mixed: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Parameter -> how often a backward pass adds to its gradient in the reference."""
     rows: Mapping[int, Mapping[str, WrongRows]] = field(default_factory=dict)
     """Rank -> gradient -> the few rows of it that differ."""
@@ -254,6 +255,35 @@ def explain_changed(e: PartEvidence) -> Iterator[str]:
     )
 
 
+def explain_untrained(e: PartEvidence) -> Iterator[str]:
+    """Weights without a gradient, which the code itself sets."""
+    wrong = [name for name in e.failed("weight") if name not in e.accumulated]
+    wrong = [n for n in wrong if all(n not in run.steps[e.step].gradients for run in e.runs)]
+    if not wrong or not e.accumulated:
+        return
+    ranks = ranks_of(e, lambda run: worst(run, "weights", e.step, wrong))
+    who = name_parameters(wrong, e.runs, "weight")
+    yield (
+        f"{who}, which nothing trains, {agree(who, 'differ')} after step {e.step}, "
+        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}: look at the "
+        "code that sets them (averaged weights, centers, a teacher), and at who runs it"
+    )
+
+
+def explain_mixed(e: PartEvidence) -> Iterator[str]:
+    """Gradients that contain those of other parameters."""
+    names = [name for name in e.failed("gradient") if name in e.mixed]
+    if names:
+        first = names[0]
+        many = f", and likewise {len(names) - 1} more" * (len(names) > 1)
+        yield Explained(
+            f"the gradient of {first} contains that of {listed(e.mixed[first], 3)}{many}: ranks "
+            "add up gradients of different parameters, so their orders differ (in a bucket, of "
+            "stages)",
+            e.failed("gradient"),
+        )
+
+
 def explain_ties(e: PartEvidence) -> Iterator[str]:
     """Parameters that are one tensor in the reference and several in the parallel code."""
     for names in e.tied:
@@ -307,6 +337,8 @@ def explain_accumulated(e: PartEvidence) -> Iterator[str]:
                 often[name].add(number / known)
     wrong = set(e.failed("gradient"))
     if not wrong or not wrong < often.keys() or any(len(found) > 1 for found in often.values()):
+        return
+    if list(missing_sums(e, sorted(wrong))):
         return
     own = {min(often[name]) for name in wrong}
     right = {min(found) for name, found in often.items() if name not in wrong}
@@ -431,6 +463,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_shards, explain_start_of_code),
     (explain_changed,),
     (explain_cover,),
+    (explain_untrained,),
     (explain_missing,),
     (explain_recomputation,),
     (explain_forward,),
@@ -443,6 +476,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_backward,),
     (explain_accumulated,),
     (explain_clipped,),
+    (explain_mixed,),
     (explain_gradients,),
     (explain_rows,),
     (explain_norm_alone,),

@@ -366,6 +366,7 @@ class Judging:
             if parts is not None and number > most:
                 most, evidence.shares, evidence.rows = number, parts.fits, parts.rows
                 evidence.previous = parts.previous
+                evidence.mixed = parts.mixed or evidence.mixed
                 evidence.weights, evidence.counts = parts.weights, parts.counts
                 evidence.parts = [
                     (ranks, index if count > 1 else None)

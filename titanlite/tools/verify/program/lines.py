@@ -198,9 +198,10 @@ class _Search:
             sources, between = self._sources(self.values, number)
             found.only_here = tuple(line for line in between if line != found.line)
             self._compare(found, place)
-            found.is_of_part = self.values.mixes[number] and any(
-                source in self.parts and self.values.places[source] not in self.wrong
-                for source in sources
+            # Without a source, it reads the rank's samples or its weights.
+            found.is_of_part = self.values.mixes[number] and (
+                not sources
+                or any(s in self.parts and self.values.places[s] not in self.wrong for s in sources)
             )
             found.is_of_padded = self.values.mixes[number] and any(
                 self.states.get(self.values.places[source]) == "padded" for source in sources

@@ -40,6 +40,8 @@ from titanlite.tools.verify.tracing import TOLERANCES, fit, residual
 
 # Module outputs, and as much for their gradients, are kept up to this total per step.
 MOST_OUTPUT_BYTES = 1 << 29
+# Parameters of one shape whose gradients are told apart.
+MOST_MIXED = 8
 
 
 def run_model(world: World, packed: bytes, folder: str, watched: int | None = None) -> ModelRun:
@@ -166,7 +168,30 @@ def find_shares(
     rows = {file["rank"]: _wrong_rows(file["gradients"], record["gradients"]) for file in saved}
     weights = tuple(one / sum(of_whole) for one in of_whole)
     previous = _previous(saved, record["gradients"], before.get("gradients", {}))
-    return PartFits(fits, weights, _counts_of(parts), rows, previous)
+    mixed = _mixed(saved, fits, of_parts, record["gradients"])
+    return PartFits(fits, weights, _counts_of(parts), rows, previous, mixed)
+
+
+def _mixed(
+    saved: Sequence[Mapping[str, Any]],
+    fits: Mapping[int, Mapping[str, Fit]],
+    of_parts: Mapping[str, list[Tensor]],
+    known: Mapping[str, Tensor],
+) -> dict[str, tuple[str, ...]]:
+    """Gradients that are sums of the parts' gradients of several parameters of one shape."""
+    mixed: dict[str, set[str]] = {}
+    for file in saved:
+        for name, (own, elements) in file["gradients"].items():
+            whole, left = known[name], fits[file["rank"]].get(name, ((), 1.0))[1]
+            others = [n for n in of_parts if n in known and known[n].shape == whole.shape]
+            named = [(n, one[elements]) for n in others for one in of_parts[n]]
+            found = None
+            if left > LEFT and 1 < len(others) <= MOST_MIXED:
+                found = fit([one for _, one in named], own, whole.flatten()[elements])
+            if found is not None and found[1] < LEFT:
+                shares = zip(named, found[0], strict=True)
+                mixed.setdefault(name, set()).update(n for (n, _), one in shares if abs(one) > LEFT)
+    return {name: tuple(sorted(own - {name})) for name, own in mixed.items() if own - {name}}
 
 
 def _previous(
@@ -221,7 +246,9 @@ def _wrong_rows(
         rows, all_rows = rows.unique(), all_rows.unique()
         if len(rows) <= len(all_rows) // 4:
             is_first = len(all_rows) < whole.size(0) and torch.equal(rows, all_rows[:1])
-            found[name] = WrongRows(tuple(rows.tolist()), whole.size(0), *zeros, is_first)
+            found[name] = WrongRows(
+                tuple(rows.tolist()), whole.size(0), zeros[0], zeros[1], is_first
+            )
         elif right.any() and zeros[1]:
             found[name] = WrongRows((), int(is_wrong.sum()), *zeros)
     return found

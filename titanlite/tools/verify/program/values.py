@@ -73,7 +73,9 @@ class Values:
         for one in found:
             self._makers[one] = len(self.tensors)
         self.sources.append(tuple(sources))
-        self.mixes.append(torch.Tag.pointwise not in operator.tags and name not in ROW_BY_ROW)
+        reads = any(isinstance(leaf, Tensor) for leaf in tree_leaves(given))
+        is_by_row = torch.Tag.pointwise in operator.tags or name in ROW_BY_ROW
+        self.mixes.append(reads and not is_by_row)
         self.tensors.append(self._copy(operator, found[0]))
         self.numbers.append(_numbers_in(operator, given))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,24 +77,37 @@ def judge_updates(
         return [_judge(request, step, torch.load(file, weights_only=True)) for file in files]
 
 
+def _stepped(
+    request: Request, parts: Mapping[str, tuple[Tensor, ...]], share: int
+) -> dict[str, Tensor]:
+    """What a first step makes of parts that have a gradient, or of the first half of their rows."""
+    alone = {}
+    for name, (before, _, _, gradient, _) in parts.items():
+        if gradient.shape == before.shape and before.ndim:
+            rows = -(-len(before) // share)
+            alone[name] = nn.Parameter(before[:rows].clone())
+            alone[name].grad = gradient[:rows].to(before.dtype)
+    if alone:
+        make_optimizer(request, list(alone.values())).step()
+    return {name: parameter.detach() for name, parameter in alone.items()}
+
+
 def _judge(
     request: Request, step: int, parts: Mapping[str, tuple[Tensor, ...]]
 ) -> dict[str, Update]:
-    alone: dict[str, Any] = {}
-    if step == 1:
-        # Later the optimizer has a state, too.
-        alone = {name: nn.Parameter(before.clone()) for name, (before, *_) in parts.items()}
-        for name, (*_, gradient, _) in parts.items():
-            if gradient.shape == alone[name].shape:
-                alone[name].grad = gradient.to(alone[name].dtype)
-        if alone:
-            make_optimizer(request, list(alone.values())).step()
+    # Later the optimizer has a state, too.
+    alone, halves = ((_stepped(request, parts, n) if step == 1 else {}) for n in (1, 2))
     found = {}
     for name, (before, known, own, _, is_shard) in parts.items():
         if own.shape == before.shape:
             fit = agreement(own - before, known - before, known - before)
-            is_alone = bool(is_shard) and name in alone and alone[name].grad is not None
-            is_alone = is_alone and agreement(own, alone[name].detach(), known).difference < WRONG
+            is_alone = bool(is_shard) and name in alone
+            if is_alone:
+                # What steps element by element gives the same for each part of a tensor.
+                is_alone = agreement(own, alone[name], known).difference < WRONG
+                is_alone = is_alone and not torch.equal(
+                    halves[name], alone[name][: len(halves[name])]
+                )
             is_wrong = (own - known).abs() > WRONG * known.abs().max()
             num_kept = 0 if (own - before)[is_wrong].any() else int(is_wrong.sum())
             num_zero = 0 if known[is_wrong].any() else int(is_wrong.sum())
