@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import TitanliteError, suggest
 from titanlite.ranks.signals import ending_with_the_output, interrupt_status, unwinding_at_sigterm
+from titanlite.tools.options import fitted, program
 from titanlite.version import VERSION
 
 if TYPE_CHECKING:
@@ -42,10 +41,13 @@ class Command:
     """For completion: the table of words that may follow, as module:name."""
     within: str = ""
     """For completion: a word whose own --help has further options."""
+    of_words: tuple[str, str] = ("", "")
+    """The examples of the --help of `within` and its like, with {} for the word."""
 
 
 TORCHTITAN = "torchtitan:"
 
+ABOUT = "Finds the parallel bug that a loss curve hides, in PyTorch code, on a laptop."
 COMMANDS = {
     "train": Command(
         "titanlite.cli",
@@ -90,7 +92,7 @@ COMMANDS = {
         function="to_toml",
     ),
     "schema": Command(
-        "titanlite.config.json_schema",
+        "titanlite.tools.json_schema",
         "print the JSON Schema of a job, with which editors check its TOML",
         "titanlite schema > titanlite.schema.json",
         "titanlite schema | grep -A 4 pipeline_parallel_schedule",
@@ -110,6 +112,7 @@ COMMANDS = {
         parts={"ladder": "titanlite.tools.learn.ladder.command"},
         words="titanlite.tools.simulate.schemes:SCHEMES",
         within="ladder",
+        of_words=("titanlite simulate {} --dp 4 --tp 2", "titanlite simulate {} --svg ladder.svg"),
     ),
     "learn": Command(
         "titanlite.tools.learn.command",
@@ -125,6 +128,10 @@ COMMANDS = {
         "titanlite lab zero --world 2",
         words="titanlite.tools.lab.experiments:EXPERIMENTS",
         within="exercise",
+        of_words=(
+            "titanlite lab {} ring_all_reduce mine.py --start",
+            "titanlite lab {} ring_all_reduce mine.py",
+        ),
     ),
     "ladder": Command(
         "titanlite.tools.learn.ladder.scripts",
@@ -133,6 +140,7 @@ COMMANDS = {
         "titanlite ladder 3d --help",
         words="titanlite.tools.learn.ladder.scripts:SCRIPTS",
         within="3d",
+        of_words=("titanlite ladder {} --items 32", "titanlite ladder {} --svg step.svg"),
     ),
     "completion": Command(
         "titanlite.cli",
@@ -167,12 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def program() -> str:
-    """What was typed to run this: "titanlite", or "python -m titanlite"."""
-    is_module = Path(sys.argv[0]).parts[-2:] == ("titanlite", "__main__.py")
-    return "python -m titanlite" if is_module else "titanlite"
-
-
 def train(arguments: Sequence[str]) -> int:
     """`titanlite train FILE [--section.key=value ...]`; returns the exit status."""
     from titanlite.run import command
@@ -196,17 +198,19 @@ def tools() -> Tools:
 
 def usage() -> str:
     """The text of `titanlite --help`: each command with one line of text and an example."""
-    lines = [f"usage: {program()} COMMAND ...", "", "commands:"]
+    lines = ["usage: titanlite COMMAND ...", "       titanlite --version"]
+    lines += ["", ABOUT, "", "commands:"]
     for name, command in COMMANDS.items():
         lines += [f"  {name:<11}{command.purpose}", f"  {'':<11}$ {command.example}"]
-    return "\n".join([*lines, "", f"Run `{program()} COMMAND --help` for details."])
+    return fitted("\n".join([*lines, "", "Run `titanlite COMMAND --help` for details."]))
 
 
-def _with_examples(command: Command, text: str) -> str:
-    """The help `text` of a command below its examples; commands begin as this one was typed."""
-    lines = ["examples:", f"  $ {command.example}", f"  $ {command.second}", "", text.rstrip()]
-    commands = rf"titanlite (?=COMMAND|{'|'.join(COMMANDS)}\b)"
-    return re.sub(commands, f"{program()} ", "\n".join(lines))
+def _with_examples(command: Command, words: Sequence[str], text: str) -> str:
+    """The help `text` that `words` of a command have printed, below its examples."""
+    examples = [command.example, command.second]
+    if f"usage: {program()} {words[0]} {words[1]} " in text:
+        examples = [example.format(words[1]) for example in command.of_words]
+    return "\n".join([fitted("\n  $ ".join(["examples:", *examples])), "", text.rstrip()])
 
 
 def _is_of_torchtitan(words: Sequence[str]) -> bool:
@@ -221,13 +225,14 @@ def _run(name: str, rest: Sequence[str]) -> int:
         print(f"titanlite {VERSION}")
         return 0
     if name not in COMMANDS:
-        advice = suggest(name, COMMANDS, f"choose from {', '.join(COMMANDS)}")
+        known = [*COMMANDS, "--help", "--version"]
+        advice = suggest(name, known, f"choose from {', '.join(COMMANDS)}")
         print(f"titanlite: no command {name!r}; {advice}", file=sys.stderr)
         return 2
     command = COMMANDS[name]
     try:
         with nullcontext() if command.has_own_end else unwinding_at_sigterm():
-            module, function, rest = command.module, command.function, list(rest)
+            module, function, typed, rest = command.module, command.function, rest, list(rest)
             if rest and rest[0] in command.parts:
                 module = command.parts[rest.pop(0)]
             elif command.of_torchtitan and _is_of_torchtitan(rest):
@@ -241,7 +246,7 @@ def _run(name: str, rest: Sequence[str]) -> int:
                 except SystemExit as end:
                     status = int(end.code or 0)
             if not status:
-                print(_with_examples(command, text.getvalue()))
+                print(_with_examples(command, (name, *typed), text.getvalue()))
             return status
     except KeyboardInterrupt as stop:
         return interrupt_status(stop)

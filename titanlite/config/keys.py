@@ -338,6 +338,6 @@ def nearest_key(name: str, known: Mapping[str, Key]) -> str | None:
         return difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.0)[0]
     if not siblings and (match := difflib.get_close_matches(name, known, n=1, cutoff=0.75)):
         return match[0]
-    leaves = {key.leaf: key.name for key in live}
-    match = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)
+    leaves = {key.leaf.replace("_", ""): key.name for key in reversed(live)}
+    match = difflib.get_close_matches(leaf.replace("_", ""), leaves, n=1, cutoff=0.78)
     return leaves[match[0]] if match else None

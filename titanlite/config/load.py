@@ -121,6 +121,11 @@ def read_job(argv: Sequence[str], *, needs_file: str = "") -> Reading:
             raise SystemExit(0)
     problems: list[str] = []
     texts = _read_arguments(argv, problems)
+    for name in (name for name, _ in texts if "." not in name):
+        near = f"parallelism.{DEGREES[name]}" if name in DEGREES else nearest_key(name, job_keys())
+        near = near or "".join(difflib.get_close_matches(name, ["help"], cutoff=0.75))
+        advice = f"did you mean --{near}?" if near else "see --help"
+        raise ConfigError(f"--{show_name(name)}: there is no such option; {advice}")
     files = [text for name, text in texts if name == CONFIG_FILE and text is not None]
     values: dict[str, Any] = {}
     try:

@@ -60,7 +60,7 @@ class Progress:
         self._clock = clock
         self._enabled = enabled
         self._last: StepRecord | None = None
-        self._of_whom = "a rank"
+        self._of_whom = "/rank"
         self._start_time = self._last_time = clock()
         self._seconds_per_step = 0.0
         self._num_timed = 0
@@ -96,7 +96,7 @@ class Progress:
             return
         now = self._clock()
         self._count_time(now)
-        self._last, self._of_whom = record, "in all" if of_all_ranks else "a rank"
+        self._last, self._of_whom = record, " in all" if of_all_ranks else "/rank"
         is_last = record.step >= self._total_steps
         if self._live is not None:
             self._print_validation(record)
@@ -204,7 +204,7 @@ def _figures(record: StepRecord, of_whom: str) -> list[str]:
         figures.append(f"{format_count(record.flops_per_second, spaced=True)}FLOP/s")
     if record.mfu is not None:
         figures.append(f"MFU {record.mfu:.1%}")
-    figures.append(f"{format_bytes(record.memory_bytes)} {of_whom}")
+    figures.append(f"{format_bytes(record.memory_bytes)}{of_whom}")
     return figures
 
 

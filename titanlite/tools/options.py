@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ def split_options(
     if {"-h", "--help"} & set(arguments):
         print(fitted(text))
         raise SystemExit(0)
+    refuse_unknown(arguments, [*values, *flags, "--help"], "")
     found: dict[str, Any] = {}
     job, rest = [], list(arguments)
     while rest:
@@ -45,8 +47,6 @@ def split_options(
             found[attribute] = True
         elif not word.startswith("--"):
             job.append(f"--job.config_file={word}")
-        elif "." not in name and (meant := nearest_option(name, [*values, *flags])):
-            raise ConfigError(f"{name}: there is no such option; {meant}")
         else:
             job.append(word)
             # In "--section.key value" the value is not a config file.
@@ -56,23 +56,47 @@ def split_options(
 
 
 def fitted(text: str) -> str:
-    """A help in lines that fit a terminal; what an option is for stays in its column."""
+    """A help in lines that fit a terminal; what a word is for stays in its column."""
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     lines = []
-    for line in re.sub(r"(?<=\S)\n(?: {20,}|(?=\S))", " ", text).split("\n"):
-        begin = re.match(r"  --\S+(?: [A-Z]\S*)? +|usage: | {7}|", line)
+    for line in re.sub(r"(?<=\S)\n(?: {20,}|(?=\S))", " ", _as_typed(text)).split("\n"):
+        begin = re.match(r"  --\S+(?: [A-Z]\S*)? +|  \w\S* {2,}|usage: | {7,}|", line)
         after = " " * len(begin[0] if begin else "")
         lines += textwrap.wrap(line, width, subsequent_indent=after, break_on_hyphens=False) or [""]
     return "\n".join(lines)
 
 
-def nearest_option(name: str, known: Iterable[str]) -> str:
-    """ "did you mean --option?" for a name like that of an option, or ""."""
-    return suggest(name.lstrip("-"), (one.lstrip("-") for one in known), show="--{}".format)
+def program() -> str:
+    """What was typed to run this: "titanlite", or "python -m titanlite"."""
+    is_module = Path(sys.argv[0]).parts[-2:] == ("titanlite", "__main__.py")
+    return "python -m titanlite" if is_module else "titanlite"
+
+
+def _as_typed(text: str) -> str:
+    """A text whose commands begin as this one did."""
+    return re.sub(r"(^|usage: | {7}|`|\$ )titanlite ", rf"\1{program()} ", text)
+
+
+def refuse_unknown(
+    words: Iterable[str], known: Iterable[str], otherwise: str = "see --help"
+) -> None:
+    """Raise ConfigError for the first option in `words` that is not `known`.
+
+    Without `otherwise`, only if it is spelled like one: the others are keys of a job.
+    """
+    names = [one.lstrip("-") for one in known]
+    for name in (found[1] for word in words if (found := re.match(r"--([^ =]+)(=|$)", word))):
+        meant = suggest(name, names, otherwise, "--{}".format)
+        if name not in names and meant and (otherwise or "." not in name):
+            raise ConfigError(f"--{name}: there is no such option; {meant}")
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, and which says what a misspelled word means."""
+
+    def __init__(self, prog: str, usage: str = "", **more: Any) -> None:
+        usage = usage and fitted(f"usage: {usage}").removeprefix("usage: ")
+        super().__init__(_as_typed(prog), usage or None, **more)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
@@ -82,18 +106,13 @@ class Parser(argparse.ArgumentParser):
             advice = suggest(value, action.choices, f"choose from {', '.join(action.choices)}")
             raise argparse.ArgumentError(action, f"there is no {value!r}; {advice}")
 
-    def refuse_misspelled(self, words: Iterable[str]) -> None:
-        """Raises ConfigError for a word like one of the options; keys of a job have a dot."""
-        for name in (word.partition("=")[0] for word in words if word.startswith("--")):
-            if "." not in name and (meant := nearest_option(name, self._option_string_actions)):
-                raise ConfigError(f"{name}: there is no such option; {meant}")
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        refuse_unknown(args, self._option_string_actions, "")
+        return super().parse_known_args(args, namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options, rest = self.parse_known_args(args, namespace)
-        self.refuse_misspelled(rest)
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
-        return options
+        refuse_unknown(args, self._option_string_actions)
+        return super().parse_args(args, namespace)
 
 
 def whole(text: str) -> int:

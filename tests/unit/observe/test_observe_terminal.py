@@ -124,7 +124,7 @@ def test_a_pipe_gets_plain_lines() -> None:
     steps = [line.split("/")[0] for line in lines if "/20" in line]
     assert steps == ["step  1", "step  5", "step 10", "step 15", "step 20"]
     assert lines[1] == (
-        "step  5/20  loss 0.5000  norm 0.5  12.3k tokens/s  MFU 41.0%  512 MiB a rank  0:00:08 left"
+        "step  5/20  loss 0.5000  norm 0.5  12.3k tokens/s  MFU 41.0%  512 MiB/rank  0:00:08 left"
     )
     assert lines[2] == "step 8: validation loss 1.5000  perplexity 4.482  2.164 bits/dim"
     assert lines[3] == "a word in between"
@@ -142,7 +142,7 @@ def test_a_terminal_gets_one_bar_that_ends_clean() -> None:
     ]
     assert re.fullmatch(r"step 20/20 \u2501+ 0:00:\d\d in all", screen[2])
     assert screen[3].startswith("loss 0.1250  norm 0.5  lr 1.00e-03  12.3k tokens/s")
-    assert screen[4:] == ["512 MiB a rank", ""]
+    assert screen[4:] == ["512 MiB/rank", ""]
     assert cursor_is_shown(raw)
 
 
@@ -187,7 +187,7 @@ def test_without_color_a_terminal_gets_no_color() -> None:
 def test_no_line_is_wider_than_a_narrow_terminal() -> None:
     screen = final_screen(see_on_terminal(run_steps, columns=40))
     assert max(map(len, screen[2:])) <= 40
-    assert "512 MiB a rank" in "\n".join(screen)
+    assert "512 MiB/rank" in "\n".join(screen)
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:

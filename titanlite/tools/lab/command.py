@@ -61,7 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     names = list(EXPERIMENTS) if names == ["all"] else names
     for name in names:
         if name not in EXPERIMENTS:
-            advice = suggest(name, EXPERIMENTS, f"use one of {', '.join(EXPERIMENTS)}, or all")
+            advice = suggest(
+                name, [*EXPERIMENTS, "exercise"], f"use one of {', '.join(EXPERIMENTS)}, or all"
+            )
             raise ConfigError(f"experiment: there is no {name!r}; {advice}")
         require_known(name, EXPERIMENTS[name], options)
     if not names:

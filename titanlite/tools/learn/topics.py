@@ -378,7 +378,7 @@ TOPICS = {
     ),
     "pp": Topic(
         "PP",
-        "How long do p stages wait in a step of m microbatches?",
+        "What fraction of a step is the bubble, with p stages and m microbatches?",
         "(p-1) / (m+p-1)",
         _pipeline,
         "pipeline_parallel.md",

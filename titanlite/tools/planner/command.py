@@ -31,9 +31,7 @@ EPILOG = "Any key of the job can follow: --section.key=value."
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    parser.refuse_misspelled(rest)
+    options, rest = _parser().parse_known_args(arguments)
     if options.calibrate:
         from titanlite.tools.planner.calibrate import calibrate
 

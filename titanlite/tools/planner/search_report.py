@@ -70,9 +70,7 @@ def run_search(
 
         def on_progress(result: SearchResult, done: int) -> None:
             best = result.best
-            more = (
-                f", best {format_count(best[0].tokens_per_second)} tokens/s a rank" if best else ""
-            )
+            more = f", best {format_count(best[0].tokens_per_second)} tokens/s/rank" if best else ""
             progress.update(
                 task,
                 completed=done,
@@ -106,12 +104,12 @@ def show_search(result: SearchResult, hardware: Hardware) -> str:
 
 
 def _rows(plans: Sequence[FoundPlan]) -> Iterator[str]:
-    yield f"  {'tokens/s a rank':>15} {'step':>9} {'MFU':>6} {'memory':>9} {'bubble':>6}  plan"
+    yield f"  {'tokens/s/rank':>13} {'step':>9} {'MFU':>6} {'memory':>9} {'bubble':>6}  plan"
     for one in plans:
         mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
         rate, seconds = format_count(one.tokens_per_second), format_seconds(one.seconds)
         yield (
-            f"  {rate:>15} {seconds:>9} {mfu:>6} {format_bytes(one.peak_bytes):>9} "
+            f"  {rate:>13} {seconds:>9} {mfu:>6} {format_bytes(one.peak_bytes):>9} "
             f"{one.bubble:>6.0%}  {describe(one.changes)}"
         )
 

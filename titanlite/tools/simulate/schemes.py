@@ -244,7 +244,7 @@ def _make_schedule(scheme: str, workload: Workload) -> Schedule:
     try:
         name = schedule_name(scheme)
     except ScheduleError:
-        known = {name.lower(): name for name in SCHEMES}
+        known = {name.lower(): name for name in (*SCHEMES, "ladder")}
         near = difflib.get_close_matches(scheme.lower(), known, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(known[n] for n in near)}? " if near else ""
         raise SimulationError(

@@ -59,6 +59,10 @@ def parse(
             raise ConfigError(f"{word}: is a second job; give one")
         else:
             options.name = word.removeprefix(PREFIX)
+    if not options.name:
+        raise ConfigError(
+            f"{[*options.titan, PREFIX][0]}: is no job of TorchTitan; give {PREFIX}NAME"
+        )
     if options.dtype == "bfloat16":
         raise ConfigError("--dtype: bfloat16 says little of a plan; give float64 or float32")
     return options

@@ -256,7 +256,7 @@ def _describe(job: TitanJob, plan: Plan, traced: list[Traced]) -> Iterator[tuple
     yield (
         "job",
         (
-            f"{training.local_batch_size} x {training.seq_len:,} tokens a rank, global batch "
+            f"{training.local_batch_size} x {training.seq_len:,} tokens per rank, global batch "
             f"{training.global_batch_size:,}; {training.dtype}, computed in "
             f"{training.mixed_precision_param}; "
             f"activation checkpointing: {'none' if kind == 'NoneType' else kind}"

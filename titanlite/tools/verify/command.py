@@ -32,6 +32,7 @@ R = TypeVar("R", bound="Result")
 
 HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
        titanlite verify --matrix [CONFIG.toml] [--ranks N] [--output FOLDER] [options]
+       titanlite verify torchtitan:NAME [options]; its --help has others
 
 Run a job under its plan and on one process, from the same weights and data, and compare loss,
 gradient norm, every gradient and every weight, step by step. Print the cause if they differ.
@@ -56,7 +57,8 @@ gradient norm, every gradient and every weight, step by step. Print the cause if
   --compile           with --matrix: add torch.compile (aot_eager) to the features
   --limit N           with --matrix: only the first N plans, which contain the most pairs
 
-exit status: 0 all agree, 1 something differs or does not run, 2 bad input, or no reference"""
+exit status: 0 all agree, 1 something differs or does not run, 2 bad input, or no reference, 3 an
+error in titanlite"""
 
 EXAMPLE = "titanlite verify configs/tp2_fsdp2.toml"
 

@@ -45,9 +45,9 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [name] if name in SCRIPTS else [n for n in SCRIPTS if n.startswith(f"{name}-")]
     if not chosen:
         every = f"choose from {', '.join(SCRIPTS)}"
-        raise SimulationError(f"no rung {name!r}; {suggest(name, SCRIPTS, every)}")
+        raise SimulationError(f"no rung {name!r}; {suggest(name, [*SCRIPTS, '--help'], every)}")
     for number, each in enumerate(chosen):
         module, rung = SCRIPTS[each]
         train = import_module(f"titanlite.tools.learn.ladder.{module}").train
-        print("\n" * (2 * number > 0) + describe(rung, train, options))
+        print("\n" * (2 * number > 0) + describe(rung, train, each, options))
     return 0

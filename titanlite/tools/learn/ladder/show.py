@@ -25,13 +25,13 @@ from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 Train = Callable[[GPU, Grid, StepWorkload], Outcome]
 
 
-def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
+def describe(name: str, train: Train, typed: str, arguments: Sequence[str]) -> str:
     """Run `train(gpu, grid, workload)` on every rank of the rung `name`; returns what to print.
 
-    `arguments` are those of the command line. Raises SimulationError, also if a result is wrong.
+    `typed` and `arguments` are of the command line. Raises SimulationError, also for wrong results.
     """
     rung = next(rung for rung in RUNGS if rung.name == name)
-    parser = Parser(prog="titanlite ladder", description=f"The script of the rung {name}.")
+    parser = Parser(prog=f"titanlite ladder {typed}", description=f"The script of the rung {name}.")
     add_arguments(parser, list(rung.degrees))
     output = parser.add_argument_group("output")
     output.add_argument("--columns", type=characters, metavar="N", help="characters in a line")
