@@ -42,7 +42,7 @@ class Command:
     within: str = ""
     """For completion: a word whose own --help has further options."""
     of_words: tuple[str, str] = ("", "")
-    """The examples of the --help of `within` and its like, with {} for the word."""
+    """The examples of the --help of `within` and its like, after that word."""
 
 
 TORCHTITAN = "torchtitan:"
@@ -112,7 +112,7 @@ COMMANDS = {
         parts={"ladder": "titanlite.tools.learn.ladder.command"},
         words="titanlite.tools.simulate.schemes:SCHEMES",
         within="ladder",
-        of_words=("titanlite simulate {} --dp 4 --tp 2", "titanlite simulate {} --svg ladder.svg"),
+        of_words=("--dp 4 --tp 2", "--svg ladder.svg"),
     ),
     "learn": Command(
         "titanlite.tools.learn.command",
@@ -128,10 +128,7 @@ COMMANDS = {
         "titanlite lab zero --world 2",
         words="titanlite.tools.lab.experiments:EXPERIMENTS",
         within="exercise",
-        of_words=(
-            "titanlite lab {} ring_all_reduce mine.py --start",
-            "titanlite lab {} ring_all_reduce mine.py",
-        ),
+        of_words=("ring_all_reduce mine.py --start", "ring_all_reduce mine.py"),
     ),
     "ladder": Command(
         "titanlite.tools.learn.ladder.scripts",
@@ -140,7 +137,7 @@ COMMANDS = {
         "titanlite ladder 3d --help",
         words="titanlite.tools.learn.ladder.scripts:SCRIPTS",
         within="3d",
-        of_words=("titanlite ladder {} --items 32", "titanlite ladder {} --svg step.svg"),
+        of_words=("--items 32", "--svg step.svg"),
     ),
     "completion": Command(
         "titanlite.cli",
@@ -205,11 +202,11 @@ def usage() -> str:
     return fitted("\n".join([*lines, "", "Run `titanlite COMMAND --help` for details."]))
 
 
-def _with_examples(command: Command, words: Sequence[str], text: str) -> str:
-    """The help `text` that `words` of a command have printed, below its examples."""
+def _with_examples(command: Command, typed: str, text: str) -> str:
+    """The help `text` of a command below its examples, or of the word that was typed after it."""
     examples = [command.example, command.second]
-    if f"usage: {program()} {words[0]} {words[1]} " in text:
-        examples = [example.format(words[1]) for example in command.of_words]
+    if f"usage: {program()} {typed} " in text:
+        examples = [f"titanlite {typed} {words}" for words in command.of_words]
     return "\n".join([fitted("\n  $ ".join(["examples:", *examples])), "", text.rstrip()])
 
 
@@ -232,7 +229,8 @@ def _run(name: str, rest: Sequence[str]) -> int:
     command = COMMANDS[name]
     try:
         with nullcontext() if command.has_own_end else unwinding_at_sigterm():
-            module, function, typed, rest = command.module, command.function, rest, list(rest)
+            module, function, rest = command.module, command.function, list(rest)
+            typed = "".join(rest[:1])
             if rest and rest[0] in command.parts:
                 module = command.parts[rest.pop(0)]
             elif command.of_torchtitan and _is_of_torchtitan(rest):
@@ -246,7 +244,7 @@ def _run(name: str, rest: Sequence[str]) -> int:
                 except SystemExit as end:
                     status = int(end.code or 0)
             if not status:
-                print(_with_examples(command, (name, *typed), text.getvalue()))
+                print(_with_examples(command, f"{name} {typed}", text.getvalue()))
             return status
     except KeyboardInterrupt as stop:
         return interrupt_status(stop)

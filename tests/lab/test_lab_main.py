@@ -59,7 +59,7 @@ def test_every_public_name_is_there():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["hyperloop"], "experiment: there is no 'hyperloop'; use one of collectives, .*, or all"),
+        (["hyperloop"], "experiment: there is no 'hyperloop'; choose from collectives, .*, all"),
         (["mlp", "--world", "3"], "--world: mlp has no such option; it has --microbatches"),
         (["all", "--bytes", "8"], "--bytes: collectives has no such option; it has --world"),
         (["--repeats", "3"], "--repeats: name an experiment to run"),

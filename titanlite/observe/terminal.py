@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -23,27 +24,46 @@ def uses_color(stream: TextIO) -> bool:
     return is_terminal(stream) and "NO_COLOR" not in os.environ
 
 
-def terminal_width(stream: TextIO) -> int:
-    """The number of columns of the terminal `stream`; 100 if unknown."""
+def terminal_width(stream: TextIO, otherwise: int = DEFAULT_WIDTH) -> int:
+    """The number of columns of the terminal `stream`; `otherwise` if that is unknown."""
     try:
-        return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
+        return os.get_terminal_size(stream.fileno()).columns or otherwise
     except (OSError, ValueError):
-        return DEFAULT_WIDTH
+        return otherwise
 
 
-def tell(what: str) -> None:
-    """Say on stderr, if that is a terminal, what runs now."""
+def tell(what: str, end: str = "\n") -> None:
+    """Say on stderr, if that is a terminal, what runs now, in place of what `telling` shows."""
     if is_terminal(sys.stderr):
-        print(f"{what} ...", file=sys.stderr, flush=True)
+        shown = f"{what} ..."[: terminal_width(sys.stderr) - 1] if what else ""
+        print(f"\r{shown}\x1b[K", end=end, file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """Print a text inside `telling`."""
+    tell("", "\r")
+    print(text, flush=True)
 
 
 @contextlib.contextmanager
-def telling(what: str) -> Iterator[None]:
-    """As `tell`, once what runs inside has taken a second."""
-    timer = threading.Timer(SILENT_SECONDS, tell, [what])
-    timer.daemon = True
-    timer.start()
+def telling(what: str, *, once: bool = False) -> Iterator[None]:
+    """As `tell`, and for how long it has run, each second until it ends, or `once`."""
+    ended, start = threading.Event(), time.monotonic()
+
+    def tick() -> None:
+        while not ended.wait(SILENT_SECONDS):
+            tell(what if once else f"{time.monotonic() - start:3.0f} s  {what}", "\r\n"[once])
+            if once:
+                return
+
+    clock = threading.Thread(target=tick, daemon=True)
+    if is_shown := is_terminal(sys.stderr):
+        clock.start()
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()
+        if is_shown:
+            clock.join()
+        if not once and time.monotonic() - start > SILENT_SECONDS:
+            tell("", "\r")

@@ -101,10 +101,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            advice = suggest(value, action.choices, f"choose from {', '.join(action.choices)}")
-            raise argparse.ArgumentError(action, f"there is no {value!r}; {advice}")
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        action.type = choice(action.choices) if action.choices else action.type
+        return super()._get_value(action, text)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         refuse_unknown(args, self._option_string_actions, "")
@@ -113,6 +112,18 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         refuse_unknown(args, self._option_string_actions)
         return super().parse_args(args, namespace)
+
+
+def choice(known: Iterable[str], more: Iterable[str] = ()) -> Callable[[str], str]:
+    """The type of an option of a Parser that is one of `known`; advises those and `more`."""
+
+    def choose(text: str) -> str:
+        if text in known:
+            return text
+        advice = suggest(text, [*known, *more], f"choose from {', '.join(known)}")
+        raise argparse.ArgumentTypeError(f"there is no {text!r}; {advice}")
+
+    return choose
 
 
 def whole(text: str) -> int:

@@ -29,7 +29,7 @@ from titanlite.config import JobConfig, load_model_spec, make_model_config
 from titanlite.config.model import import_module
 from titanlite.errors import ConfigError, quote
 from titanlite.models.hf_format import CONFIG, INVALID, format_of, is_hf_folder, read_json
-from titanlite.observe.terminal import telling
+from titanlite.observe.terminal import say, telling
 from titanlite.registry import MODELS
 from titanlite.tools.convert.stored import find_checkpoint, stored_sections
 from titanlite.tools.options import Parser
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
         count = to_safetensors(asked.source, asked.out, asked.dtype)
     else:
         count = to_hf_folder(asked.source, asked.out, asked.dtype, like=asked.like, given=given)
-    print(f"{count:,} parameters: {asked.out}")
+    say(f"{count:,} parameters: {asked.out}")
     return 0
 
 

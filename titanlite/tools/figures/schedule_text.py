@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
+import textwrap
 from bisect import bisect_right
 from itertools import groupby
 
+from titanlite.observe.terminal import terminal_width, uses_color
 from titanlite.schedule.timeline import WORK, Span, Timeline
 from titanlite.tools.figures import palette
 
@@ -21,7 +22,7 @@ def draw_text(timeline: Timeline, width: int | None = None, color: bool | None =
     a row are its weight fetches and its gradient reductions, if it has any.
     """
     if color is None:
-        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        color = uses_color(sys.stdout)
     if width is None:
         width = shutil.get_terminal_size().columns
     beside = _beside(timeline)
@@ -34,7 +35,7 @@ def draw_text(timeline: Timeline, width: int | None = None, color: bool | None =
             rows[span.row].append(span)
     labels, used = _choose_labels(timeline, [span for row in rows for span in row], room, color)
 
-    lines = [timeline.title] + ([timeline.caption] if timeline.caption else [])
+    lines = [timeline.title, *textwrap.wrap(timeline.caption, terminal_width(sys.stdout))]
     names_and_rows = zip(timeline.rows, rows, timeline.bubbles(), strict=True)
     for number, (name, row, bubble) in enumerate(names_and_rows):
         if labels:
@@ -110,10 +111,9 @@ def _labelled(
     timeline: Timeline, row: list[Span], labels: dict[Span, str], room: int, color: bool
 ) -> str:
     scale = room / timeline.drawn_end
-    idle = " " if color else "."
     text, at = "", 0
     for span in row:
-        text += idle * (round(span.start * scale) - at)
+        text += "." * (round(span.start * scale) - at)
         at = round(span.end * scale)
         length = at - round(span.start * scale)
         if color:
@@ -122,7 +122,7 @@ def _labelled(
             label = labels[span].rstrip()
             gap = len(labels[span]) - len(label)
             text += label.ljust(length - gap, "-") + " " * gap
-    return text + idle * (room - at)
+    return text + "." * (room - at)
 
 
 def _sampled(timeline: Timeline, row: list[Span], room: int, color: bool) -> str:
@@ -132,7 +132,7 @@ def _sampled(timeline: Timeline, row: list[Span], room: int, color: bool) -> str
         time = timeline.start + (timeline.drawn_end - timeline.start) * (i + 0.5) / room
         at = bisect_right(starts, time) - 1
         if at < 0 or row[at].end <= time:
-            text += " " if color else "."
+            text += "."
             continue
         letter = timeline.letters.get(row[at].kind, "-")
         text += _paint(timeline, row[at], letter) if color else letter

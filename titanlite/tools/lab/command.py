@@ -16,12 +16,12 @@ import rich
 from rich import box
 from rich.table import Table as RichTable
 
-from titanlite.errors import ConfigError, TitanliteError, suggest
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.observe.terminal import telling
 from titanlite.tools.lab.exercises.command import main as exercise
 from titanlite.tools.lab.experiments import EXPERIMENTS
 from titanlite.tools.lab.table import Table
-from titanlite.tools.options import Parser, positive
+from titanlite.tools.options import Parser, choice, fitted, positive
 
 Experiment = Callable[..., Table]
 
@@ -54,30 +54,27 @@ def main(arguments: Sequence[str]) -> int:
         description="Distributed training from scratch, on real processes of this machine.",
     )
     which = "names to run, or all; default: list"
-    parser.add_argument("experiments", nargs="*", metavar="experiment", help=which)
+    kind = choice([*EXPERIMENTS, "all"], ["exercise"])
+    parser.add_argument("experiments", nargs="*", type=kind, metavar="experiment", help=which)
     add_options(parser, EXPERIMENTS)
     options = vars(parser.parse_args(arguments))
     names = options.pop("experiments")
-    names = list(EXPERIMENTS) if names == ["all"] else names
+    names = list(EXPERIMENTS) if "all" in names else names
     for name in names:
-        if name not in EXPERIMENTS:
-            advice = suggest(
-                name, [*EXPERIMENTS, "exercise"], f"use one of {', '.join(EXPERIMENTS)}, or all"
-            )
-            raise ConfigError(f"experiment: there is no {name!r}; {advice}")
         require_known(name, EXPERIMENTS[name], options)
     if not names:
         if options:
             raise ConfigError(f"{option(next(iter(options)))}: name an experiment to run")
         for name, run in EXPERIMENTS.items():
-            print(f"{name:14}{run.__doc__}")
+            print(fitted(f"  {name:14}{run.__doc__}"))
         print("\ntitanlite lab NAME runs one, all runs all; docs/lab/ explains them.")
         print("titanlite lab --help lists their options.")
         print("titanlite lab exercise lists the exercises, which check your own code.")
     for name in names:
         try:
             with telling(f"{name}: on real ranks"):
-                show(name, EXPERIMENTS[name](**options))
+                table = EXPERIMENTS[name](**options)
+            show(name, table)
         except TitanliteError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1

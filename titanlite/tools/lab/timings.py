@@ -68,7 +68,7 @@ def overlap(
     bytes_per_second: float = 1.5e6,
     flops_per_second: float = 1e8,
 ) -> Table:
-    """overlapped communication on slow links and devices: step time with and without overlap"""
+    """overlapped communication on slow links and devices: step time with and without"""
     import torch
 
     num_layers, dim, batch = max(4, world), 128, 128

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titanlite.errors import ConfigError, suggest
+from titanlite.errors import ConfigError
 from titanlite.observe.terminal import telling
 from titanlite.tools.learn.curves import PICTURES
 from titanlite.tools.learn.topics import TOPICS, Numbers, Runs, Topic
-from titanlite.tools.options import Parser, write
+from titanlite.tools.options import Parser, choice, fitted, write
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,7 +19,8 @@ def main(arguments: Sequence[str]) -> int:
         "that the formula gives, simulated and measured on this machine. docs/learn.md explains.",
     )
     topics = f"of {', '.join(TOPICS)}, or all; default: list"
-    parser.add_argument("topics", nargs="*", metavar="topic", help=topics)
+    kind = choice([*TOPICS, "ladder", "all"])
+    parser.add_argument("topics", nargs="*", type=kind, metavar="topic", help=topics)
     parser.add_argument("--table", action="store_true", help="print a table in Markdown")
     parser.add_argument("--svg", metavar="FILE", help=f"draw one of {', '.join(PICTURES)} instead")
     options = parser.parse_args(arguments)
@@ -30,16 +31,14 @@ def main(arguments: Sequence[str]) -> int:
             )
         print(write(options.svg, PICTURES[options.topics[0]]()))
         return 0
-    names = list(TOPICS) if options.topics == ["all"] else options.topics
-    every = f"choose from {', '.join(TOPICS)}, or all"
-    for name in names:
-        if name not in TOPICS:
-            raise ConfigError(f"topic: there is no {name!r}; {suggest(name, TOPICS, every)}")
+    names = list(TOPICS) if "all" in options.topics else options.topics
+    if "ladder" in names:
+        raise ConfigError("topic: ladder is a picture; name its file with --svg")
     if not names:
         if options.table:
             raise ConfigError("--table: name topics, or all")
         for name, topic in TOPICS.items():
-            print(f"{name:15}{topic.question}")
+            print(fitted(f"  {name:15}{topic.question}"))
         print("\ntitanlite learn TOPIC answers one, all answers all; docs/learn.md explains them.")
         return 0
     runs = Runs(tuple(job for name in names for job in TOPICS[name].jobs))

@@ -14,7 +14,7 @@ from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import render_screen
 from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.run_facts import job_facts
-from titanlite.observe.terminal import telling, terminal_width, uses_color
+from titanlite.observe.terminal import say, telling, terminal_width, uses_color
 from titanlite.schedule import Timeline
 from titanlite.schedule.trace import make_trace, read_trace
 from titanlite.tools.options import Parser, positive, write
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     resolved = resolve_job(config, options.ranks)
     if options.tensors:
         with telling("tracing the model"):
-            print("\n".join(_tensors(resolved)))
+            say("\n".join(_tensors(resolved)))
         return 0
     if options.svg and resolved.pipeline is None:
         raise ConfigError("--svg: the job has no pipeline to draw; write a page with --html")

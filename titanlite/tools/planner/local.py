@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from titanlite.config import Reading, ResolvedJob, resolve_job
-from titanlite.observe.terminal import telling, terminal_width, uses_color
+from titanlite.observe.terminal import say, telling, terminal_width, uses_color
 
 # A composed plan can exceed the real peak by this share; compiled blocks keep even less.
 PLAN_ERROR = 0.25
@@ -58,4 +58,4 @@ def print_memory(reading: Reading, num_ranks: int | None, *, is_first: bool) -> 
         show_memory(plan, width, color),
         [*show_notes(plan, width), "memory_estimation: nothing was trained"],
     ]
-    print("\n\n".join("\n".join(lines) for lines in sections))
+    say("\n\n".join("\n".join(lines) for lines in sections))

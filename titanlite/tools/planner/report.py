@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS, mesh_dims
-from titanlite.quantities import format_bytes, format_count, format_seconds
+from titanlite.quantities import beside, format_bytes, format_count, format_seconds
 from titanlite.schedule import Timeline
 from titanlite.tools.figures.schedule_text import draw_text
 from titanlite.tools.planner.cost import ATTENTION, MEMORY_BOUND, ON_HOST, OPTIMIZER, PRODUCT
@@ -112,7 +112,7 @@ def show_top(plan: JobPlan, width: int) -> list[str]:
         (name, text), *more = [*shares, ("hardware utilization", f"{step.hfu:.1%}")]
         rows += [("step", format_seconds(step.seconds)), ("speed", f"{rate} {unit}/s/rank")]
         rows.append((name, ", ".join([text, *(" ".join(pair) for pair in more)])))
-    return lines + [f"{name:10}{text}" for name, text in rows]
+    return lines + _named(rows, width)
 
 
 def show_head(plan: JobPlan, width: int) -> list[str]:
@@ -127,11 +127,7 @@ def show_head(plan: JobPlan, width: int) -> list[str]:
         rows.append(("host", f"{used} of the host's memory at the peak ({share})"))
     if plan.prediction is not None:
         rows.append(("bound", plan.prediction.step.bound))
-    for name, text in rows:
-        lines += textwrap.wrap(
-            text, width, initial_indent=f"  {name:10}", subsequent_indent=" " * 12
-        )
-    return lines
+    return lines + _named(rows, width, "  ")
 
 
 def show_memory(plan: JobPlan, width: int = 100, color: bool = False) -> list[str]:
@@ -304,6 +300,16 @@ def _paragraphs(kind: str, texts: Iterable[str], width: int) -> list[str]:
     return [line for paragraph in lines for line in paragraph]
 
 
+def _named(rows: Iterable[tuple[str, str]], width: int, begin: str = "") -> list[str]:
+    """Rows of (name, text); what does not fit goes on below the text."""
+    after = begin + " " * 10
+    wrapped = (
+        textwrap.wrap(text, width, initial_indent=f"{begin}{name:10}", subsequent_indent=after)
+        for name, text in rows
+    )
+    return [line for lines in wrapped for line in lines]
+
+
 def draw_bar(
     values: Mapping[Share, float],
     whole: float,
@@ -385,27 +391,12 @@ def _table(
     Columns that do not fit into `width` follow in a second block.
     """
     rows = list(rows)
-    label = 4 + max((len(name) for _, name, _ in rows), default=0)
-    columns = [
-        2 + max([len(name), *(len(cells[at]) for _, _, cells in rows)])
-        for at, name in enumerate(names)
-    ]
-    lines: list[str] = []
-    at = 0
-    while at < len(names):
-        end, used = at + 1, label + columns[at]
-        while end < len(names) and used + columns[end] <= width:
-            used += columns[end]
-            end += 1
-        if lines:
-            lines.append("")
-        head = "".join(f"{names[i]:>{columns[i]}}" for i in range(at, end))
-        lines.append((" " * label + head).rstrip())
-        for key, name, cells in rows:
-            texts = "".join(f"{cells[i]:>{columns[i]}}" for i in range(at, end))
-            lines.append(f"  {key or ' '} {name:{label - 4}}{texts}".rstrip())
-        at = end
-    return lines
+    label = max((len(name) for _, name, _ in rows), default=0)
+    columns = [[" " * (4 + label), *(f"  {key or ' '} {name:{label}}" for key, name, _ in rows)]]
+    for at, name in enumerate(names):
+        cells = [name, *(cells[at] for _, _, cells in rows)]
+        columns.append([f"{cell:>{max(map(len, cells))}}" for cell in cells])
+    return beside(columns, width)
 
 
 def _name(one: RankPlan) -> str:

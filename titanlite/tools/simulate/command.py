@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from titanlite.observe.terminal import terminal_width
 from titanlite.quantities import format_table
 from titanlite.schedule.timeline import Timeline
 from titanlite.schedule.trace import make_trace
@@ -128,7 +130,7 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
             print(draw_text(timeline, options.width, options.color), end="\n\n")
             if simulation.costs.has_sizes:
                 print(show_memory(simulation, options.width), end="\n\n")
-    print(format_table(header, cells, left=("scheme",)))
+    print(format_table(header, cells, left=("scheme",), width=terminal_width(sys.stdout, 0)))
     print("".join(f"{line}\n" for line in wrote), end="")
 
 

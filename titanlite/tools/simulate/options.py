@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from titanlite.schedule.timeline import Timeline
 from titanlite.tools.options import Parser as OptionParser
-from titanlite.tools.options import require_writable, whole, write
+from titanlite.tools.options import choice, require_writable, whole, write
 from titanlite.tools.simulate.quantity import BYTES, SECONDS, Quantity
 from titanlite.tools.simulate.result import Simulation
 from titanlite.tools.simulate.work import SimulationError
@@ -63,7 +63,7 @@ class Parser(OptionParser):
         for action in self._actions:
             if action.dest == name and action.nargs != 0:
                 if action.choices is not None:
-                    return _chosen_from(list(action.choices))
+                    return choice(action.choices)
                 return action.type if callable(action.type) else str
         return None
 
@@ -94,15 +94,6 @@ def factor(text: str) -> float | Fraction:
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} must be above 0")
     return value
-
-
-def _chosen_from(choices: Collection[str]) -> Callable[[str], str]:
-    def choose(text: str) -> str:
-        if text not in choices:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(choices)}")
-        return text
-
-    return choose
 
 
 def check_outputs(options: argparse.Namespace, extensions: Mapping[str, Sequence[str]]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titanlite.observe.terminal import terminal_width
 from titanlite.quantities import format_table
 from titanlite.tools.options import counting_bar
 from titanlite.tools.simulate.figures import Row, table_rows, write_csv
@@ -38,7 +40,9 @@ def show_sweep(swept: Swept, axes: Sequence[str]) -> str:
     ]
     rows = [[*row, mark] for row, mark in zip(cells, marks, strict=True)]
     lines = [
-        format_table([*header, "best"], rows, left=("scheme", "best")),
+        format_table(
+            [*header, "best"], rows, left=("scheme", "best"), width=terminal_width(sys.stdout, 0)
+        ),
         f"* no other point has a smaller bubble with as little memory ({_memory_of(swept)})",
         "+ no other point of the same job has a shorter makespan with as few workers",
     ]

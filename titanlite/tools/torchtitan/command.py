@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from titanlite.observe.terminal import telling, terminal_width, uses_color
+from titanlite.observe.terminal import say, telling, terminal_width, uses_color
 from titanlite.tools.options import write
 from titanlite.tools.torchtitan.options import DEBUG_FLAGS, OF_DEBUG, OF_PLAN, PREFIX, parse
 from titanlite.tools.verify.command import require_files, write_files
@@ -40,11 +40,11 @@ def verify(arguments: Sequence[str]) -> int:
     from titanlite.tools.torchtitan.verify import verify_job
     from titanlite.tools.verify.report import format_result
 
-    found = verify_job(options, on_start=lambda lines: print(_header(lines), flush=True))
+    found = verify_job(options, on_start=lambda lines: say(_header(lines)))
     job = {"config": PREFIX + options.name, "options": options.titan}
     ran = {**job, "degrees": found.grid.degrees, "dtype": found.dtype}
     show = partial(format_result, dtype=found.dtype)
-    print(write_files(found, ran, show, options.json, options.junit))
+    say(write_files(found, ran, show, options.json, options.junit))
     if found.error is not None and found.error.rank_traceback:
         print(f"\n{found.error.rank_traceback}", file=sys.stderr)
     return 0 if found.agrees else 1
@@ -107,7 +107,7 @@ def plan(arguments: Sequence[str]) -> int:
     if options.json:
         write(options.json, json.dumps(figures(found), indent=1))
     width, color = terminal_width(sys.stdout), uses_color(sys.stdout)
-    print(show(found, screen=_header(lines).rstrip(), width=width, color=color))
+    say(show(found, screen=_header(lines).rstrip(), width=width, color=color))
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
 from titanlite.errors import ConfigError, TitanliteError, quote, suggest
-from titanlite.observe.terminal import telling
+from titanlite.observe.terminal import say, telling
 from titanlite.ranks.launch import choose_device
 from titanlite.ranks.machine import check_local_ranks, needs_threads
 from titanlite.start import check_start
@@ -122,7 +122,7 @@ def verify_one(options: Options) -> int:
     def show(text: str) -> None:
         # A reader that has closed the output must not cost the file that is asked for.
         with contextlib.suppress(*([BrokenPipeError] if options.json or options.junit else [])):
-            print(text, flush=True)
+            say(text)
 
     steps = options.steps or DEFAULT_STEPS
     if options.until_stable:
@@ -142,7 +142,7 @@ def verify_one(options: Options) -> int:
             on_start=lambda found: show(format_header(found, source, shrunk) + "\n"),
         )
     ran = found.ran(source, shrunk)
-    print(write_files(found, ran, format_verification, options.json, options.junit))
+    say(write_files(found, ran, format_verification, options.json, options.junit))
     if found.error is not None and found.error.rank_traceback:
         print(f"\n{found.error.rank_traceback}", file=sys.stderr)
     return 0 if found.agrees else 1

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from titanlite.observe.terminal import DEFAULT_WIDTH, is_terminal, terminal_width
+from titanlite.observe.terminal import DEFAULT_WIDTH, terminal_width
 from titanlite.quantities import format_table
 from titanlite.tools.verify.differences import NARROW_TOLERANCE, NUMBERS, Disagreement, Key, badness
 from titanlite.tools.verify.result import Result, Verification
@@ -80,8 +80,8 @@ def filled(text: str, begin: str = "", indent: str | None = None) -> str:
 
 
 def _table(found: Result) -> str:
-    """A row for each step; where that is too wide, one for each of its figures."""
-    rows, narrow = [], []
+    """A row for each step."""
+    rows = []
     for step, of_step in enumerate(found.differences):
         name = str(step or "start")
         kinds = KINDS if step else ("", "", "", "start", "")
@@ -89,14 +89,8 @@ def _table(found: Result) -> str:
         *most, (state, _) = cells
         joined = [f"{figure:8} {of}".rstrip() for figure, of in most]
         rows.append((name, *joined, state.partition(" (")[0]))
-        shown = [(kind, *cell) for kind, cell in zip(KINDS, cells, strict=True) if cell[0]]
-        narrow += [(name * (row == shown[0]), *row) for row in shown]
     headings = ("step", "loss", "norm", "worst gradient", "worst weight", "state")
-    table = format_table(headings, rows, left=headings[1:])
-    if not is_terminal(sys.stdout) or table.index("-\n") < terminal_width(sys.stdout):
-        return table
-    short = ("step", "worst", "difference", "of")
-    return format_table(short, narrow, left=short[1:])
+    return format_table(headings, rows, headings[1:], terminal_width(sys.stdout, 0))
 
 
 def _cell(found: Result, step: int, of_step: Mapping[Key, float], kind: str) -> tuple[str, str]:

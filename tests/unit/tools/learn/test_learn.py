@@ -124,7 +124,7 @@ def test_a_mistake_is_one_line(arguments, said, capsys):
 
 def test_without_a_topic_all_are_listed(capsys):
     assert main(["learn"]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert all(
         f"{name} " in printed and topic.question in printed for name, topic in TOPICS.items()
     )

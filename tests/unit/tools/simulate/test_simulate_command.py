@@ -128,14 +128,14 @@ def test_ladder_goes_up_to_the_degrees_given(capsys):
     assert main(["simulate", "ladder", *given, "--quiet"]) == 0
     header, _, *rows = capsys.readouterr().out.splitlines()
     assert header.startswith("dimensions")
-    assert [row.split("  ")[0] for row in rows] == ["0D", "1D DP 2", "2D DP 2 x TP 8"]
+    assert [row.split("  ")[0] for row in rows[:3]] == ["0D", "1D DP 2", "2D DP 2 x TP 8"]
 
 
 def test_ladder_is_slower_on_slower_links(capsys):
     seconds = []
     for time in ("0.01", "1/50"):
         assert main(["simulate", "ladder", "--dp", "4", "--time-per-unit", time, "--quiet"]) == 0
-        seconds.append(float(capsys.readouterr().out.splitlines()[-1].split()[4]))
+        seconds.append(float(capsys.readouterr().out.splitlines()[3].split()[4]))
     # 6 steps of 125 units, each 0.01 s longer a unit.
     assert seconds[1] - seconds[0] == pytest.approx(7.5)
 
@@ -170,7 +170,7 @@ def test_ladder_without_any_cost_takes_no_time(capsys):
         ("simulate DDP --backward 1/0", "--backward: '1/0' is not a number"),
         ("simulate DDP --workers 2.5", "--workers: '2.5' is not a whole number"),
         ("simulate DDP --workers", "--workers: expected one argument"),
-        ("simulate DDP --speed 3", "unrecognized arguments: --speed 3"),
+        ("simulate DDP --speed 3", "--speed: there is no such option; see --help"),
         (
             "simulate DDP --priority fast",
             "--priority: there is no 'fast'; choose from oldest-batch",
@@ -237,7 +237,7 @@ def test_ladder_without_any_cost_takes_no_time(capsys):
             "multiplications of integers; the ladder runs at most 1.0e+09",
         ),
         ("simulate ladder --dp 2 --microbatch 3", "16 items of a rank do not divide evenly"),
-        ("simulate ladder --png picture.png", "unrecognized arguments: --png picture.png"),
+        ("simulate ladder --png picture.png", "--png: there is no such option"),
         ("simulate ladder --svg picture.txt", "--svg: the name 'picture.txt' must end in .svg"),
         # Sweeps.
         ("simulate 1F1B --sweep workers=4 --html x.html", "--html: a sweep draws no timelines"),
@@ -247,7 +247,7 @@ def test_ladder_without_any_cost_takes_no_time(capsys):
             "none of 2 points can run: 1F1B: the number of ranks is",
         ),
         ("simulate 1F1 --sweep workers=2", "none of 1 points can run: there is no scheme '1F1'"),
-        ("simulate Pipeline --sweep priority=fast", "'fast' is none of oldest-batch"),
+        ("simulate Pipeline --sweep priority=fast", "there is no 'fast'; choose from oldest-batch"),
         ("simulate Pipeline --sweep group-size=2", "--group-size: has no effect on Pipeline"),
         ("simulate Pipeline --sweep latency=0,1 --prefetch 2", "--prefetch: has no effect"),
         ("simulate DDP --sweep ladder=1", "'ladder=1' is no axis"),

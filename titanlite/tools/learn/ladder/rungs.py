@@ -6,11 +6,13 @@ weights equal those of a single process.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from titanlite.mesh.parallel_dims import Grid
+from titanlite.observe.terminal import terminal_width
 from titanlite.quantities import format_table
 from titanlite.tools.simulate.collectives import relay_sum, ring_all_reduce
 from titanlite.tools.simulate.gpu import ETHERNET, GPU, Cluster
@@ -209,6 +211,7 @@ HEADER = (
     *("dimensions", "ranks", "seconds", "speed", "compute", "network", "waiting", "memory"),
     *("gain", "cost"),
 )
+LEFT = ("dimensions", "gain", "cost")
 
 
 def ladder_table(measured: Sequence[Measured]) -> str:
@@ -231,7 +234,7 @@ def ladder_table(measured: Sequence[Measured]) -> str:
                 _paid(row, below) if below else "",
             ]
         )
-    return format_table(HEADER, rows, left=("dimensions", "gain", "cost"))
+    return format_table(HEADER, rows, LEFT, terminal_width(sys.stdout))
 
 
 def _number(value: float) -> str:
@@ -246,7 +249,7 @@ def _bought(row: Measured, below: Measured) -> str:
     if row.memory_units < below.memory_units:
         gains.append(f"{1 - row.memory_units / below.memory_units:.0%} less memory")
     if row.rung.uses_experts and not below.rung.uses_experts:
-        gains.append(f"{row.workload.experts} times the feed-forward weights")
+        gains.append(f"{row.workload.experts}x feed-forward")
     return ", ".join(gains) or "nothing"
 
 

@@ -153,7 +153,7 @@ class Comparer:
     def __exit__(self, *error: Any) -> None:
         self._pools.__exit__(*error)
 
-    @telling("training on one process and on the ranks of the parallel code")
+    @telling("training on one process and on the ranks of the parallel code", once=True)
     def compare(
         self,
         reference: Callable[[], Any],
