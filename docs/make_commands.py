@@ -29,7 +29,7 @@ MORE = {
         "simulate.md",
         "titanlite simulate GPipe --workers 4 --batches 8 --compare 1F1B ZBV --svg schedules.svg",
     ),
-    "learn": ("learn.md", "titanlite learn all --table"),
+    "learn": ("learn.md", "titanlite learn roofline --svg roofline.svg"),
     "lab": ("lab/README.md", "titanlite lab exercise ring_all_reduce mine.py --start"),
     "ladder": ("ladder.md", "titanlite ladder 4d"),
     "completion": (

@@ -118,7 +118,7 @@ COMMANDS = {
         "titanlite.tools.learn.command",
         "answer a question on each parallelism: formula, simulated, measured",
         "titanlite learn dp",
-        "titanlite learn pp --svg bubble.svg",
+        "titanlite learn roofline --svg roofline.svg",
         words="titanlite.tools.learn.topics:TOPICS",
     ),
     "lab": Command(
@@ -229,22 +229,21 @@ def _run(name: str, rest: Sequence[str]) -> int:
     command = COMMANDS[name]
     try:
         with nullcontext() if command.has_own_end else unwinding_at_sigterm():
-            module, function, rest = command.module, command.function, list(rest)
-            typed = "".join(rest[:1])
-            if rest and rest[0] in command.parts:
-                module = command.parts[rest.pop(0)]
+            module, function, words = command.module, command.function, list(rest)
+            if words and words[0] in command.parts:
+                module = command.parts[words.pop(0)]
             elif command.of_torchtitan and _is_of_torchtitan(rest):
                 module, function = "titanlite.tools.torchtitan.command", command.of_torchtitan
             run = getattr(import_module(module), function)
             if command.has_own_end or not {"-h", "--help"} & set(rest):
-                return int(run(rest))
+                return int(run(words))
             with redirect_stdout(io.StringIO()) as text:
                 try:
-                    status = int(run(rest))
+                    status = int(run(words))
                 except SystemExit as end:
                     status = int(end.code or 0)
             if not status:
-                print(_with_examples(command, f"{name} {typed}", text.getvalue()))
+                print(_with_examples(command, f"{name} {rest[0]}", text.getvalue()))
             return status
     except KeyboardInterrupt as stop:
         return interrupt_status(stop)

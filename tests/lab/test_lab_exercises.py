@@ -256,7 +256,7 @@ class TestCommand:
         run = [sys.executable, "-c", code]
         done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True)
         for name, (note, summary) in EXERCISES.items():
-            assert f"note {note:<3} {name:18} {summary}\n" in done.stdout
+            assert f"  {name:18} note {note}: {summary}\n" in done.stdout
         assert done.stdout.endswith("False\n")
 
     def test_from_the_skeleton_to_a_judged_answer_with_its_picture(self, tmp_path, capsys):

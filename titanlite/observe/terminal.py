@@ -36,7 +36,7 @@ def tell(what: str, end: str = "\n") -> None:
     """Say on stderr, if that is a terminal, what runs now, in place of what `telling` shows."""
     if is_terminal(sys.stderr):
         shown = f"{what} ..."[: terminal_width(sys.stderr) - 1] if what else ""
-        print(f"\r{shown}\x1b[K", end=end, file=sys.stderr, flush=True)
+        print(f"\r\x1b[2K{shown}", end=end, file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
@@ -46,15 +46,13 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def telling(what: str, *, once: bool = False) -> Iterator[None]:
-    """As `tell`, and for how long it has run, each second until it ends, or `once`."""
+def telling(what: str) -> Iterator[None]:
+    """As `tell`, and for how long it has run, each second until it ends."""
     ended, start = threading.Event(), time.monotonic()
 
     def tick() -> None:
         while not ended.wait(SILENT_SECONDS):
-            tell(what if once else f"{time.monotonic() - start:3.0f} s  {what}", "\r\n"[once])
-            if once:
-                return
+            tell(f"{time.monotonic() - start:3.0f} s  {what}", "\r")
 
     clock = threading.Thread(target=tick, daemon=True)
     if is_shown := is_terminal(sys.stderr):
@@ -63,7 +61,6 @@ def telling(what: str, *, once: bool = False) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        if is_shown:
+        if is_shown and time.monotonic() - start > SILENT_SECONDS:
             clock.join()
-        if not once and time.monotonic() - start > SILENT_SECONDS:
             tell("", "\r")

@@ -9,6 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,14 +18,14 @@ from titanlite.errors import ConfigError, quote, suggest
 
 def split_options(
     arguments: Sequence[str],
-    values: Mapping[str, Callable[[str, str], object]],
+    values: Mapping[str, Callable[[str], object]],
     flags: Collection[str] = (),
     *,
     text: str,
 ) -> tuple[dict[str, Any], list[str]]:
     """The options of a command by attribute name, in their order, and the arguments of its job.
 
-    `values` reads the value of each option that has one, by (name, text). A word without dashes is
+    `values` has the type of each option that has a value, as for a Parser. A word without dashes is
     the file of the job. With --help, prints `text` and exits. Raises ConfigError.
     """
     if {"-h", "--help"} & set(arguments):
@@ -42,7 +43,10 @@ def split_options(
                 if not rest or rest[0].startswith("--"):
                     raise ConfigError(f"{name}: needs a value; write {name}=value")
                 value = rest.pop(0)
-            found[attribute] = values[name](name, value)
+            try:
+                found[attribute] = values[name](value)
+            except argparse.ArgumentTypeError as error:
+                raise ConfigError(f"{name}: {error}") from None
         elif word in flags:
             found[attribute] = True
         elif not word.startswith("--"):
@@ -60,7 +64,7 @@ def fitted(text: str) -> str:
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     lines = []
     for line in re.sub(r"(?<=\S)\n(?: {20,}|(?=\S))", " ", _as_typed(text)).split("\n"):
-        begin = re.match(r"  --\S+(?: [A-Z]\S*)? +|  \w\S* {2,}|usage: | {7,}|", line)
+        begin = re.match(r"  --\S+(?: [A-Z]\S*)? +|  \w[\w-]* +|usage: | {7,}|", line)
         after = " " * len(begin[0] if begin else "")
         lines += textwrap.wrap(line, width, subsequent_indent=after, break_on_hyphens=False) or [""]
     return "\n".join(lines)
@@ -134,25 +138,14 @@ def whole(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
-def positive(text: str) -> int:
-    """A number of at least 1, for the type of an option of a Parser."""
-    if whole(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+def positive(text: str, least: int = 1) -> int:
+    """A number of at least 1, or `least`, for the type of an option of a Parser."""
+    if whole(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
     return whole(text)
 
 
-def count(name: str, text: str) -> int:
-    """The value of an option that is a number from 1."""
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise ConfigError(f"{name}: {quote(text)} is not a positive integer; give one")
-    return int(text)
-
-
-def rank_number(name: str, text: str) -> int:
-    """The value of an option that is a number from 0."""
-    if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(f"{name}: {quote(text)} is not a rank; give its number")
-    return int(text)
+rank_number: Callable[[str], int] = partial(positive, least=0)
 
 
 def require_writable(path: str, option: str) -> None:

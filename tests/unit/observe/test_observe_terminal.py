@@ -8,6 +8,7 @@ import re
 import struct
 import termios
 import threading
+import time
 from collections.abc import Callable
 from typing import TextIO
 
@@ -16,8 +17,9 @@ import pytest
 from titanlite.observe.first_screen import Fact, render_screen
 from titanlite.observe.metrics import StepRecord
 from titanlite.observe.progress import Progress
+from titanlite.observe.terminal import telling
 from titanlite.plan_row import PlanRow
-from titanlite.quantities import format_bytes, format_count, format_duration
+from titanlite.quantities import format_bytes, format_count, format_duration, format_table
 
 ROWS = [
     PlanRow("tensor parallel", "degree 2", "degree 2", "9 modules in 4 blocks"),
@@ -188,6 +190,23 @@ def test_no_line_is_wider_than_a_narrow_terminal() -> None:
     screen = final_screen(see_on_terminal(run_steps, columns=40))
     assert max(map(len, screen[2:])) <= 40
     assert "512 MiB/rank" in "\n".join(screen)
+
+
+def test_columns_that_do_not_fit_follow_beside_the_first() -> None:
+    table = format_table(["a", "bb", "cc"], [["1", "2", "3"]], left=["cc"], width=6)
+    assert table == "a  bb\n-  --\n1   2\n\na  cc\n-  --\n1  3"
+
+
+def test_what_takes_long_shows_a_clock_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def show(stream: TextIO) -> None:
+        monkeypatch.setattr("sys.stderr", stream)
+        with telling("tracing a step"):
+            time.sleep(0.2)
+
+    monkeypatch.setattr("titanlite.observe.terminal.SILENT_SECONDS", 0.05)
+    raw = see_on_terminal(show, columns=20)
+    assert "  0 s  tracing a st\r" in raw
+    assert final_screen(raw) == [""]
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_the_command_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "all_reduce sum bucket" in text
     for words, problem in (
         (["--record", "step.png"], '--record: "step.png" is neither FILE.html nor FILE.svg'),
-        (["--record", str(page), "--step=0"], '--step: "0" is not a positive integer'),
+        (["--record", str(page), "--step=0"], "--step: 0 is less than 1"),
         (["--record", str(page), "--rank=1"], "--rank: is for the debugger"),
         (["--step=3"], "--step: is the step that --record draws"),
         (["--record", "/dev/null/a.svg"], '--record: "/dev/null/a.svg" cannot be written'),

@@ -19,7 +19,7 @@ from titanlite.ranks.launch import Place, spawn
 from titanlite.ranks.turns import WorldEnded
 from titanlite.run import train_on_rank
 from titanlite.start import Start, check_start
-from titanlite.tools.options import count, rank_number, require_writable, split_options, write
+from titanlite.tools.options import positive, rank_number, require_writable, split_options, write
 
 HELP = """usage: titanlite debug CONFIG.toml [--rank N] [--section.key=value ...]
        titanlite debug CONFIG.toml --record FILE.html [--step N] [--section.key=value ...]
@@ -109,7 +109,7 @@ class Options:
 
 
 def _parse(arguments: Sequence[str]) -> Options:
-    values = {"--rank": rank_number, "--record": _picture, "--step": count}
+    values = {"--rank": rank_number, "--record": _picture, "--step": positive}
     found, words = split_options(arguments, values, text=HELP)
     options = Options(words, **found)
     if options.step and not options.record:
@@ -119,10 +119,10 @@ def _parse(arguments: Sequence[str]) -> Options:
     return options
 
 
-def _picture(name: str, text: str) -> str:
+def _picture(text: str) -> str:
     if not text.endswith((".html", ".svg")):
-        raise ConfigError(f"{name}: {quote(text)} is neither FILE.html nor FILE.svg")
-    require_writable(text, name)
+        raise ConfigError(f"--record: {quote(text)} is neither FILE.html nor FILE.svg")
+    require_writable(text, "--record")
     return text
 
 

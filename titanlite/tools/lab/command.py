@@ -65,11 +65,10 @@ def main(arguments: Sequence[str]) -> int:
     if not names:
         if options:
             raise ConfigError(f"{option(next(iter(options)))}: name an experiment to run")
-        for name, run in EXPERIMENTS.items():
-            print(fitted(f"  {name:14}{run.__doc__}"))
-        print("\ntitanlite lab NAME runs one, all runs all; docs/lab/ explains them.")
-        print("titanlite lab --help lists their options.")
-        print("titanlite lab exercise lists the exercises, which check your own code.")
+        rows = (f"  {name:14}{run.__doc__}" for name, run in EXPERIMENTS.items())
+        after = """`titanlite lab NAME` runs one, `all` all; docs/lab/ explains them.
+`titanlite lab --help` lists their options, `titanlite lab exercise` the exercises."""
+        print(fitted("\n".join([*rows, "", after])))
     for name in names:
         try:
             with telling(f"{name}: on real ranks"):

@@ -21,11 +21,10 @@ def main(arguments: Sequence[str]) -> int:
     topics = f"of {', '.join(TOPICS)}, or all; default: list"
     kind = choice([*TOPICS, "ladder", "all"])
     parser.add_argument("topics", nargs="*", type=kind, metavar="topic", help=topics)
-    parser.add_argument("--table", action="store_true", help="print a table in Markdown")
     parser.add_argument("--svg", metavar="FILE", help=f"draw one of {', '.join(PICTURES)} instead")
     options = parser.parse_args(arguments)
     if options.svg:
-        if options.table or len(options.topics) != 1 or options.topics[0] not in PICTURES:
+        if len(options.topics) != 1 or options.topics[0] not in PICTURES:
             raise ConfigError(
                 f"--svg: name one picture, of {', '.join(PICTURES)}, and nothing else"
             )
@@ -35,32 +34,19 @@ def main(arguments: Sequence[str]) -> int:
     if "ladder" in names:
         raise ConfigError("topic: ladder is a picture; name its file with --svg")
     if not names:
-        if options.table:
-            raise ConfigError("--table: name topics, or all")
-        for name, topic in TOPICS.items():
-            print(fitted(f"  {name:15}{topic.question}"))
-        print("\ntitanlite learn TOPIC answers one, all answers all; docs/learn.md explains them.")
+        rows = (f"  {name:15}{topic.question}" for name, topic in TOPICS.items())
+        after = "`titanlite learn TOPIC` answers one, `all` all; docs/learn.md explains them."
+        print(fitted("\n".join([*rows, "", after])))
         return 0
     runs = Runs(tuple(job for name in names for job in TOPICS[name].jobs))
     try:
-        if options.table:
-            print("\n".join(HEADER))
         for number, name in enumerate(names):
             with telling(f"{name}: simulating it, and measuring it on four ranks"):
                 numbers = TOPICS[name].run(runs)
-            if options.table:
-                print(table_row(name, TOPICS[name], numbers), flush=True)
-            else:
-                print("\n" * (number > 0) + answer(TOPICS[name], numbers), flush=True)
+            print("\n" * (number > 0) + answer(TOPICS[name], numbers), flush=True)
     finally:
         runs.close()
     return 0
-
-
-HEADER = (
-    "| topic | question | formula | value of the formula | simulated | measured | command |",
-    "| --- | --- | --- | --- | --- | --- | --- |",
-)
 
 
 def answer(topic: Topic, numbers: Numbers) -> str:
@@ -75,20 +61,6 @@ def answer(topic: Topic, numbers: Numbers) -> str:
         f"  more       docs/{topic.page}",
     ]
     return "\n".join(lines)
-
-
-def table_row(name: str, topic: Topic, numbers: Numbers) -> str:
-    """The row of one topic in the table of docs/learn.md."""
-    cells = (
-        f"[{topic.title}]({topic.page})",
-        topic.question,
-        topic.formula,
-        f"{show_number(numbers.formula)} {numbers.unit} ({numbers.of})",
-        show_number(numbers.simulated),
-        show_number(numbers.measured),
-        f"`titanlite learn {name}`",
-    )
-    return f"| {' | '.join(cells)} |"
 
 
 def show_number(value: float) -> str:

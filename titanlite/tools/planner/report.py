@@ -91,7 +91,7 @@ def show(plan: JobPlan, *, screen: str = "", width: int = 100, color: bool = Fal
 
 def show_top(plan: JobPlan, width: int) -> list[str]:
     """The warnings, and the figures that count: memory, time, throughput and utilization."""
-    lines = _paragraphs("warning", plan.warnings, width)
+    lines = _wrapped((("warning: ", one) for one in plan.warnings), width, 2)
     lines += [""] * bool(lines)
     used = format_bytes(plan.peak_bytes)
     largest = max(plan.ranks, key=lambda one: one.peak.num_bytes)
@@ -112,7 +112,7 @@ def show_top(plan: JobPlan, width: int) -> list[str]:
         (name, text), *more = [*shares, ("hardware utilization", f"{step.hfu:.1%}")]
         rows += [("step", format_seconds(step.seconds)), ("speed", f"{rate} {unit}/s/rank")]
         rows.append((name, ", ".join([text, *(" ".join(pair) for pair in more)])))
-    return lines + _named(rows, width)
+    return lines + _wrapped(((f"{name:10}", text) for name, text in rows), width, 10)
 
 
 def show_head(plan: JobPlan, width: int) -> list[str]:
@@ -127,7 +127,7 @@ def show_head(plan: JobPlan, width: int) -> list[str]:
         rows.append(("host", f"{used} of the host's memory at the peak ({share})"))
     if plan.prediction is not None:
         rows.append(("bound", plan.prediction.step.bound))
-    return lines + _named(rows, width, "  ")
+    return lines + _wrapped(((f"  {name:10}", text) for name, text in rows), width, 12)
 
 
 def show_memory(plan: JobPlan, width: int = 100, color: bool = False) -> list[str]:
@@ -292,22 +292,13 @@ def show_communication(plan: JobPlan, width: int = 100) -> list[str]:
 
 def show_notes(plan: JobPlan, width: int = 100) -> list[str]:
     """What the planning assumes, one paragraph each."""
-    return _paragraphs("note", plan.notes, width)
+    return _wrapped((("note: ", note) for note in plan.notes), width, 2)
 
 
-def _paragraphs(kind: str, texts: Iterable[str], width: int) -> list[str]:
-    lines = (textwrap.wrap(f"{kind}: {text}", width, subsequent_indent="  ") for text in texts)
-    return [line for paragraph in lines for line in paragraph]
-
-
-def _named(rows: Iterable[tuple[str, str]], width: int, begin: str = "") -> list[str]:
-    """Rows of (name, text); what does not fit goes on below the text."""
-    after = begin + " " * 10
-    wrapped = (
-        textwrap.wrap(text, width, initial_indent=f"{begin}{name:10}", subsequent_indent=after)
-        for name, text in rows
-    )
-    return [line for lines in wrapped for line in lines]
+def _wrapped(rows: Iterable[tuple[str, str]], width: int, indent: int) -> list[str]:
+    """Rows of (beginning, text), whose further lines are indented."""
+    of_rows = (textwrap.wrap(a + b, width, subsequent_indent=" " * indent) for a, b in rows)
+    return [line for lines in of_rows for line in lines]
 
 
 def draw_bar(

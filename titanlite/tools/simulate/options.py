@@ -115,14 +115,13 @@ def write_timelines(
     `table` is HTML above the pictures of a page.
     """
     wrote = []
-    if options.svg:
-        from titanlite.tools.figures.schedule_svg import draw_svg
+    if options.svg or options.html:
+        from titanlite.tools.figures.schedule_svg import draw_html, draw_svg
 
-        wrote.append(write(options.svg, draw_svg(*timelines)))
-    if options.html:
-        from titanlite.tools.figures.schedule_svg import draw_html
-
-        wrote.append(write(options.html, draw_html(timelines, table)))
+        if options.svg:
+            wrote.append(write(options.svg, draw_svg(*timelines)))
+        if options.html:
+            wrote.append(write(options.html, draw_html(timelines, table)))
     return wrote
 
 

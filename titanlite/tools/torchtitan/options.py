@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titanlite.errors import ConfigError
-from titanlite.tools.options import count, rank_number, split_options
+from titanlite.tools.options import positive, rank_number, split_options
 from titanlite.tools.verify.command import VALUES as OF_VERIFY
 
 PREFIX = "torchtitan:"
@@ -30,9 +30,9 @@ class Options:
     hardware: str = ""
 
 
-VALUES: dict[str, Callable[[str, str], object]] = {
-    "--steps": count,
-    "--ranks": count,
+VALUES: dict[str, Callable[[str], object]] = {
+    "--steps": positive,
+    "--ranks": positive,
     **{name: OF_VERIFY[name] for name in ("--dtype", "--tolerance", "--json", "--junit")},
 }
 FLAGS, DEBUG_FLAGS = ("--processes", "--full"), ("--full",)
@@ -42,7 +42,7 @@ OF_PLAN = {**{n: VALUES[n] for n in ("--ranks", "--json")}, "--hardware": VALUES
 
 def parse(
     arguments: Sequence[str],
-    values: Mapping[str, Callable[[str, str], object]] = VALUES,
+    values: Mapping[str, Callable[[str], object]] = VALUES,
     flags: Sequence[str] = FLAGS,
     *,
     text: str,
@@ -60,9 +60,7 @@ def parse(
         else:
             options.name = word.removeprefix(PREFIX)
     if not options.name:
-        raise ConfigError(
-            f"{[*options.titan, PREFIX][0]}: is no job of TorchTitan; give {PREFIX}NAME"
-        )
+        raise ConfigError(f"{[*options.titan, PREFIX][0]}: is no job's name; give {PREFIX}NAME")
     if options.dtype == "bfloat16":
         raise ConfigError("--dtype: bfloat16 says little of a plan; give float64 or float32")
     return options

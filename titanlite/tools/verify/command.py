@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
-from titanlite.errors import ConfigError, TitanliteError, quote, suggest
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.observe.terminal import say, telling
 from titanlite.ranks.launch import choose_device
 from titanlite.ranks.machine import check_local_ranks, needs_threads
 from titanlite.start import check_start
-from titanlite.tools.options import count, require_writable, split_options, write
+from titanlite.tools.options import choice, positive, require_writable, split_options, write
 from titanlite.tools.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stable
 from titanlite.tools.verify.junit import Case, to_junit
 from titanlite.tools.verify.sensitivity import SENSITIVITY
@@ -191,13 +192,6 @@ def parse(arguments: Sequence[str]) -> Options:
     return options
 
 
-def _dtype(name: str, text: str) -> str:
-    if text not in DTYPES:
-        advice = suggest(text, DTYPES, f"give {', '.join(DTYPES)}")
-        raise ConfigError(f"{name}: {quote(text)} is not supported; {advice}")
-    return text
-
-
 def write_files(
     found: R, ran: Mapping[str, Any], show: Callable[[R], str], json_path: str, junit_path: str
 ) -> str:
@@ -223,30 +217,30 @@ def require_files(json_path: str, junit_path: str) -> None:
             require_writable(path, option)
 
 
-def _tolerance(name: str, text: str) -> float | str:
+def _tolerance(text: str) -> float | str:
     if text == SENSITIVITY:
         return text
     with contextlib.suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
-    raise ConfigError(f"{name}: {quote(text)} is no positive number; give one, or {SENSITIVITY}")
+    raise argparse.ArgumentTypeError(f"{text!r} is no positive number; give one, or {SENSITIVITY}")
 
 
-def _path(name: str, text: str) -> str:
+def _path(text: str) -> str:
     if not text:
-        raise ConfigError(f"{name}: is empty; give a path")
+        raise argparse.ArgumentTypeError("is empty; give a path")
     return text
 
 
-VALUES: dict[str, Callable[[str, str], object]] = {
-    "--steps": count,
-    "--dtype": _dtype,
+VALUES: dict[str, Callable[[str], object]] = {
+    "--steps": positive,
+    "--dtype": choice(DTYPES),
     "--tolerance": _tolerance,
     "--json": _path,
     "--junit": _path,
-    "--ranks": count,
+    "--ranks": positive,
     "--output": _path,
-    "--limit": count,
+    "--limit": positive,
 }
 OF_ONE_JOB = ("--dtype", "--tolerance", "--replay-routing", "--shrink", "--until-stable", "--json")
 WORLDS = ("--threads", "--processes")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import titanlite.tools.learn.ladder as ladder
-from titanlite.cli import main as titanlite
 from titanlite.tools.learn.ladder.rungs import RUNGS, run_program, run_rung
 from titanlite.tools.learn.ladder.scripts import SCRIPTS, main
 from titanlite.tools.simulate import Link, Network, SimulationError
@@ -107,20 +106,3 @@ def test_a_wrong_script_is_refused():
     rung = RUNG["1D DP, ring"]
     with pytest.raises(SimulationError, match=r"rank 2 has gradients of layers\.0\.attention"):
         run_program(lambda gpu: train(gpu, rung.grid, StepWorkload()), rung, StepWorkload())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["2d_pp"], "ladder: no rung '2d_pp'; did you mean 2d-pp?"),
-        (["2d-pp", "--tp", "2"], "ladder: --tp: there is no such option"),
-        (["1d", "--dp", "3"], "ladder: 16 items do not divide evenly over dp x ep = 3"),
-        (["0d", "--compute-units-per-item", "inf"], "inf is not a number up to"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments, said, capsys):
-    assert titanlite(["ladder", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert said in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""

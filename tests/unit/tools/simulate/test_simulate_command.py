@@ -271,12 +271,6 @@ def test_broken_strategy_file_gets_one_line(tmp_path, capsys):
     assert "there is no function 'strategy'" in capsys.readouterr().err
 
 
-def test_help_lists_schemes(capsys):
-    assert main(["simulate", "--help"]) == 0
-    printed = capsys.readouterr().out
-    assert all(scheme in printed for scheme in ("LoopedPipeline", "DualPipeV", "ladder"))
-
-
 def test_module_runs_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"

@@ -10,7 +10,7 @@ from titanlite.errors import ConfigError
 from titanlite.observe.terminal import telling
 from titanlite.tools.lab.exercises import EXERCISES
 from titanlite.tools.lab.exercises.exercise import Exercise, load_answer, load_exercise
-from titanlite.tools.options import Parser, write
+from titanlite.tools.options import Parser, fitted, write
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,10 +33,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.name is None:
         if options.start or options.hint or options.solution or options.picture or options.json:
             raise ConfigError("exercise: name one; `titanlite lab exercise` lists them")
-        for name, (note, summary) in EXERCISES.items():
-            print(f"note {note:<3} {name:18} {summary}")
-        print("\ntitanlite lab exercise NAME FILE --start writes a file to start from;")
-        print("titanlite lab exercise NAME FILE judges it. --hint and --solution help.")
+        rows = [f"  {name:18} note {note}: {text}" for name, (note, text) in EXERCISES.items()]
+        after = """`titanlite lab exercise NAME FILE --start` writes a file to start from. Without
+--start, it judges the file. --hint and --solution help."""
+        print(fitted("\n".join([*rows, "", after])))
         return 0
 
     if options.name == "all":

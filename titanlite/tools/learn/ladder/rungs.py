@@ -211,7 +211,6 @@ HEADER = (
     *("dimensions", "ranks", "seconds", "speed", "compute", "network", "waiting", "memory"),
     *("gain", "cost"),
 )
-LEFT = ("dimensions", "gain", "cost")
 
 
 def ladder_table(measured: Sequence[Measured]) -> str:
@@ -234,7 +233,7 @@ def ladder_table(measured: Sequence[Measured]) -> str:
                 _paid(row, below) if below else "",
             ]
         )
-    return format_table(HEADER, rows, LEFT, terminal_width(sys.stdout))
+    return format_table(HEADER, rows, (HEADER[0], *HEADER[-2:]), terminal_width(sys.stdout))
 
 
 def _number(value: float) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import ConfigError, TitanliteError
-from titanlite.observe.terminal import telling
+from titanlite.observe.terminal import tell
 from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools, must_run
 from titanlite.tools.verify.program.grid import make_grid
@@ -153,7 +153,6 @@ class Comparer:
     def __exit__(self, *error: Any) -> None:
         self._pools.__exit__(*error)
 
-    @telling("training on one process and on the ranks of the parallel code", once=True)
     def compare(
         self,
         reference: Callable[[], Any],
@@ -173,7 +172,8 @@ class Comparer:
         packed = pack(request)
         name = getattr(getattr(parallel, "func", parallel), "__name__", type(parallel).__name__)
         found = Comparison(grid, request.dtype, len(request.batches), name)
-        # The ranks start while the reference runs.
+        # No clock: the code may print. The ranks start while the reference runs.
+        tell("training on one process and on the ranks of the parallel code")
         pool = self._pools.of(grid.world_size)
         found.threads = pool.are_threads
         pool.start()
