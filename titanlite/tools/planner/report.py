@@ -287,8 +287,7 @@ def show_communication(plan: JobPlan, width: int = 100) -> list[str]:
     flops = [format_count(one.flops, spaced=True) + "FLOP" for one in plan.ranks]
     rows.append(("", "products", flops))
     title = "communication of a rank in a step: bytes of whole tensors, and in how many calls"
-    of_ranks = _table([_name(one) for one in plan.ranks], rows, width)
-    return [*textwrap.wrap(title, width), *of_ranks]
+    return [*textwrap.wrap(title, width), *_table([*map(_name, plan.ranks)], rows, width)]
 
 
 def show_notes(plan: JobPlan, width: int = 100) -> list[str]:
