@@ -35,7 +35,8 @@ def draw_text(timeline: Timeline, width: int | None = None, color: bool | None =
             rows[span.row].append(span)
     labels, used = _choose_labels(timeline, [span for row in rows for span in row], room, color)
 
-    lines = [timeline.title, *textwrap.wrap(timeline.caption, terminal_width(sys.stdout))]
+    room_above = max(width, terminal_width(sys.stdout))
+    lines = [timeline.title, *textwrap.wrap(timeline.caption, room_above)]
     names_and_rows = zip(timeline.rows, rows, timeline.bubbles(), strict=True)
     for number, (name, row, bubble) in enumerate(names_and_rows):
         if labels:

@@ -58,7 +58,7 @@ def describe(name: str, train: Train, typed: str, arguments: Sequence[str]) -> s
         if event.kind == "join"
     ]
     caption = (
-        "F, B: forward and backward of a part of a layer; a colour for each microbatch; "
+        "F, B: forward and backward of a part of a layer; colours: microbatches; "
         "-: messages; .: waiting"
     )
     timeline = replace(drawn, caption=caption)
