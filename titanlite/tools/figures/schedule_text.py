@@ -23,8 +23,7 @@ def draw_text(timeline: Timeline, width: int | None = None, color: bool | None =
     """
     if color is None:
         color = uses_color(sys.stdout)
-    if width is None:
-        width = shutil.get_terminal_size().columns
+    width = width or shutil.get_terminal_size().columns
     beside = _beside(timeline)
     names = [*timeline.rows, *(name for name, _ in _BESIDE.values() if beside)]
     margin = max(map(len, names), default=0) + 1
