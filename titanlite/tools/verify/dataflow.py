@@ -450,9 +450,10 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         first = next(event for event in reversed(wrong) if partial.get(event) == axis)
         # What a module receives goes on inside it.
         if any(not is_input(event) for event in wrong if partial.get(event) == axis):
-            place += (
-                f", or earlier: they are Partial from the gradient of {describe_event(first)} on"
-            )
+            order = e.parameter_order
+            weight = max(e.failed("gradient"), key=lambda name: order.get(name, -1))
+            place += f", or earlier: they are Partial from the gradient of {describe_event(first)} "
+            place += f"on, and {weight} is the first parameter whose gradient is wrong"
     elif last in partial:
         before = listed([describe_event(source) for source in e.flow.get(last, ())], 3)
         place = f"It is correct after a sum over {partial[last]}: it is still Partial over "
