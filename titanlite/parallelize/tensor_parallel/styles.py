@@ -297,11 +297,13 @@ def _product(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 def _products(layers: Mapping[str, Any], x: Tensor) -> list[Tensor]:
     """The product of `x` with each layer's local weight; one call of `products` per class."""
+    # Compiled code that fuses no product with a collective would keep the joined weights.
+    is_compiled = torch.compiler.is_compiling() and not torch._inductor.config._micro_pipeline_tp
     found: dict[str, Tensor] = {}
     joined: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         together = getattr(type(layer), "products", None)
-        if together is None and (_has_product(layer) or torch.compiler.is_compiling()):
+        if together is None and (_has_product(layer) or is_compiled):
             found[name] = _product(layer, x, _local(layer.weight))
         else:
             joined.setdefault(together, []).append(name)
@@ -323,7 +325,7 @@ def _joined_again(joined: Tensor, parts: Sequence[Tensor]) -> AbstractContextMan
     """Inside, autograd saves nothing in place of `joined`, and joins `parts` for the backward pass.
 
     A copy would be kept for every block and microbatch; the parts are parameters. (Compiled code
-    keeps it, so `_products` joins none.) Activation checkpointing's hooks would not see these.
+    keeps it.) Other hooks, such as activation checkpointing's, would not see these.
     """
     hooks: Any = torch._C._autograd
     if torch.compiler.is_compiling() or hooks._top_saved_tensors_default_hooks(True) is not None:

@@ -129,7 +129,7 @@ def to_hf_folder(
     names = _names_of(manifest.config, path, given)
     if names.format is None:
         raise ConfigError(
-            f"{path}: the model {manifest.config['model'].get('name')} has no Hugging Face format; "
+            f"{path}: its model has no Hugging Face format, as llama3, gpt2 and hf have; "
             "give --out a .safetensors file, or register the model with `hf`"
         )
     names.format.require_fit(names.sizes)

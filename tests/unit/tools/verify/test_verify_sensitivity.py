@@ -97,5 +97,5 @@ def test_the_option_is_a_number_or_sensitivity() -> None:
     assert parse(["job.toml", "--tolerance=1e-3"]).tolerance == 1e-3
     assert parse(["job.toml", "--tolerance", "sensitivity"]).tolerance == "sensitivity"
     for wrong in ("0", "nan", "much"):
-        with pytest.raises(ConfigError, match=f'--tolerance: "{wrong}" is no positive number'):
+        with pytest.raises(ConfigError, match=f"--tolerance: '{wrong}' is no positive number"):
             parse(["job.toml", f"--tolerance={wrong}"])

@@ -102,8 +102,9 @@ class Judging:
         self._note_not_compared()
 
     def _reads_the_whole_batch(self) -> bool:
-        """Whether there are several ranks, and all are given the same."""
-        return len(self.runs) > 1 and all(len(set(parts)) == 1 for parts in self._parts_by_step())
+        """Whether there are several ranks, and `split` gives all the same."""
+        is_same = all(len(set(parts)) == 1 for parts in self._parts_by_step())
+        return is_same and len(self.runs) > 1 and self.request.reference_step is None
 
     def _judge_pending(self) -> None:
         """Judge gradients that are Partial at the optimizer step by the weights that follow.
