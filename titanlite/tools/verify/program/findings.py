@@ -64,8 +64,9 @@ class PartEvidence(Evidence):
     changed: Sequence[str] = ()
     """The weights that the reference itself changes before its forward pass."""
     accumulated: Mapping[str, int] = field(default_factory=dict)
-    mixed: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Parameter -> how often a backward pass adds to its gradient in the reference."""
+    mixed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Gradient -> the other parameters whose gradients it contains."""
     rows: Mapping[int, Mapping[str, WrongRows]] = field(default_factory=dict)
     """Rank -> gradient -> the few rows of it that differ."""
     previous: Mapping[str, float] = field(default_factory=dict)
@@ -278,8 +279,8 @@ def explain_mixed(e: PartEvidence) -> Iterator[str]:
         many = f", and likewise {len(names) - 1} more" * (len(names) > 1)
         yield Explained(
             f"the gradient of {first} contains that of {listed(e.mixed[first], 3)}{many}: ranks "
-            "add up gradients of different parameters, so their orders differ (in a bucket, of "
-            "stages)",
+            "add up gradients of different parameters. Look at the order of parameters on each "
+            "rank (in a bucket, of stages)",
             e.failed("gradient"),
         )
 
@@ -422,10 +423,8 @@ def explain_rows(e: PartEvidence) -> Iterator[str]:
         why = "Look at how these rows are chosen, and at what is special about them (padding, a "
         why += "boundary between shards)"
         if all(of_rank.is_first for of_rank in found.values()):
-            why = (
-                "It is the first row of each shard, which an index of another shard gets if it is "
-            )
-            why += "set to 0: mask what is computed from it where autograd sees that"
+            why = "It is the first row of each shard: indices of other shards that are set to 0 "
+            why += "read it. Mask what they read where autograd sees the mask"
         yield Explained(
             f"the gradient of {name} differs only in {_rows(rows)} of {one.number}{how}, "
             f"{name_ranks(found, e.runs, holders)}. {why}",
