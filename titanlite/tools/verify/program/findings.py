@@ -281,7 +281,7 @@ def explain_mixed(e: PartEvidence) -> Iterator[str]:
             f"the gradient of {first} contains that of {listed(e.mixed[first], 3)}{many}: ranks "
             "add up gradients of different parameters. Look at the order of parameters on each "
             "rank (in a bucket, of stages)",
-            e.failed("gradient"),
+            names,
         )
 
 
