@@ -1,7 +1,7 @@
 """Run titanlite on the GPUs of this machine, and write one report: what to do there first.
 
     python docs/gpu_checks.py FOLDER                  # report.md and a log of each check
-    python docs/gpu_checks.py FOLDER --only verify    # or kernels, train, equal, measure, operators
+    python docs/gpu_checks.py FOLDER --only verify    # or another of GROUPS, or several
     python docs/gpu_checks.py FOLDER --plan h100      # without a GPU: foretell what measure finds
 
 Each check is a command of titanlite or a test, in a process of its own. On one GPU the ranks of a
@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import titanlite
 from titanlite.config import read_job
+from titanlite.ranks.fork_server import prepare_environment
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -38,8 +43,10 @@ EVIDENCE = ROOT / "docs/evidence/gpu"
 PLANNED, MEASURED = "planned.json", "measured.json"
 # Data that a clone does not have; a compiled model under threads.
 LEFT_OUT = ("cifar10", "compile")
-GROUPS = ("kernels", "train", "equal", "verify", "measure", "operators")
+GROUPS = ("kernels", "train", "equal", "verify", "faults", "measure", "operators")
 AT_ONCE = 8
+# The recorded bugs of tests/parity are shared out to as many processes.
+FAULT_PARTS = 6
 LIMIT_SECONDS = 200
 # Runs the command that follows on a list of cores.
 ON_CORES = """
@@ -97,10 +104,15 @@ TRAINED: Mapping[str, tuple[str, ...]] = {
         *("--profiling.profile_freq=4", "--profiling.profiler_warmup=1"),
         "--profiling.profiler_active=1",
     ),
+    "four ranks as threads": (
+        *("tp2_fsdp2", "--comm.mode=threads", "--parallelism.data_parallel_shard_degree=2"),
+        "--parallelism.tensor_parallel_degree=2",
+    ),
 }
 # In float64, a GPU and a CPU must train alike.
 EQUAL = ("single", "llama_tiny", "gpt2_pp2_tp2", "moe_ep4")
 
+NUM_STEPS = 10
 # Eight blocks of Llama 3 8B, of one sequence of 8,192 tokens, in bfloat16.
 BASE: dict[str, Any] = {
     "model.name": "llama3",
@@ -109,7 +121,7 @@ BASE: dict[str, Any] = {
     "training.dataset": "synthetic",
     "training.seq_len": 8192,
     "training.local_batch_size": 1,
-    "training.steps": 10,
+    "training.steps": NUM_STEPS,
     "training.mixed_precision_param": "bfloat16",
     "activation_checkpoint.mode": "selective",
     "activation_checkpoint.selective_ac_option": "2",
@@ -186,6 +198,8 @@ def checks(folder: Path, num_gpus: int) -> Iterator[Check]:
         where = f"--job.dump_folder={dump}"
         command = [python, "train.py", f"--job.config_file={path}", where, *ALONE, *options]
         yield Check("train", name, command)
+    for part in range(FAULT_PARTS):
+        yield Check("faults", f"part {part}", [python, own, str(folder), "--faults", str(part)])
     for name in EQUAL:
         yield Check("equal", name, [python, own, str(folder), "--equal", name])
     for path in sorted(CONFIGS.glob("*.toml")):
@@ -221,7 +235,8 @@ def run(check: Check, folder: Path, cores: Queue[set[int]]) -> Check:
     cores.put(own)  # also after a timeout
     check.seconds = time.monotonic() - began
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    words = ("AGREES", "DIFFERS", "DOES NOT", "done in", "passed", "failed", "Error", "differ by")
+    words = ("AGREES", "DIFFERS", "DOES NOT", "done in", "passed", "failed", "Error")
+    words = (*words, "differ by", "named")
     shown = [line for line in lines if any(word in line for word in words)] or lines[-1:]
     check.shown = (shown[-1] if check.group != "verify" else shown[0]).replace("|", "/")[:160]
     return check
@@ -243,6 +258,28 @@ def equal(config: str) -> int:
     return 0 if worst < 1e-11 else 1
 
 
+def faults(part: int) -> int:
+    """Every recorded bug of a part, on ranks as threads on the GPU; 0 if all are named."""
+    sys.path.insert(0, str(ROOT / "tests/parity"))
+    from test_verify_bugs import CASES, config_of, name_of
+
+    from titanlite.tools.verify.verify import Verifier
+
+    missed, cases = [], CASES[part::FAULT_PARTS]
+    with Verifier(timeout_seconds=120, threads=True, device_type="cuda") as verifier:
+        for case in cases:
+            try:
+                found = verifier.verify(config_of(case), steps=case.steps, patch=case.patch)
+                said = "agrees" if found.agrees else found.cause
+            except Exception:  # a report has one line for each bug
+                said = traceback.format_exc()
+            if re.search(case.cause, said) is None:
+                missed.append(name_of(case))
+                print(f"{name_of(case)}:\n{said}\n", flush=True)
+    print(f"{len(cases) - len(missed)} of {len(cases)} bugs named; not: {', '.join(missed) or '-'}")
+    return 1 if missed else 0
+
+
 def job_of(changes: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
     """The sections of a job of MEASURES."""
     values = BASE | {"job.dump_folder": str(folder / "runs/measure")} | changes
@@ -254,22 +291,36 @@ def job_of(changes: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]
     return sections
 
 
-def measure_one(changes: Mapping[str, Any], folder: Path) -> dict[str, float]:
-    """Train on the GPU; the median second of a step, and the GiB at the peak after the first."""
+def measure_one(changes: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Train on the GPU: seconds of a step, GiB at the peak after the first, and reads of a step.
+
+    `beside` is what is taken of the GPU beside torch's memory. A read is an operator for which the
+    host waits for the device.
+    """
+    gc.collect()
     torch.cuda.empty_cache()
+    reads: list[str] = []
 
     def on_step(event: Any) -> None:
         if event.step == 2:
             torch.cuda.reset_peak_memory_stats()
+        # In the step before the last, which is none of those that are timed.
+        torch.cuda.set_sync_debug_mode("warn" if event.step == NUM_STEPS - 2 else "default")
 
-    done = titanlite.train(job_of(changes, folder), on_step=on_step)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        done = titanlite.train(job_of(changes, folder), on_step=on_step)
+    reads = [f"{Path(w.filename).name}:{w.lineno}" for w in said if "synchroniz" in str(w.message)]
+    free, total = torch.cuda.mem_get_info()
     lines = (done.dump_folder / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["seconds"] for line in lines[3:]]
+    steps = [json.loads(line)["seconds"] for line in lines[3:-2]]
     return {
         "seconds": statistics.median(steps),
         "slowest": max(steps),
         "allocated": torch.cuda.max_memory_allocated() / 2**30,
         "reserved": torch.cuda.max_memory_reserved() / 2**30,
+        "beside": (total - free - torch.cuda.memory_reserved()) / 2**30,
+        "reads": reads,
     }
 
 
@@ -339,7 +390,7 @@ def plan_one(changes: Mapping[str, Any], folder: Path, *, hardware: str) -> dict
 
 
 def each_measure(
-    one: Callable[[Mapping[str, Any], Path], dict[str, float]], folder: Path, name: str
+    one: Callable[[Mapping[str, Any], Path], dict[str, Any]], folder: Path, name: str
 ) -> None:
     """`one` of each of MEASURES, in the file `name`; what fails is a sentence."""
     found: dict[str, Any] = {}
@@ -415,13 +466,20 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default=",".join(GROUPS))
     parser.add_argument("--plan", metavar="HARDWARE")
-    parser.add_argument("--equal")
+    parser.add_argument("--equal", help=argparse.SUPPRESS)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--faults", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--at-once", type=int, default=AT_ONCE)
     given = parser.parse_args()
     folder = given.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if given.equal:
         return equal(given.equal)
+    if given.measure:
+        each_measure(measure_one, folder, MEASURED)
+        return 0
+    if given.faults is not None:
+        return faults(given.faults)
     if given.plan:
         each_measure(partial(plan_one, hardware=given.plan), folder, PLANNED)
         return 0
@@ -434,7 +492,8 @@ def main() -> int:
         parser.error("this machine has no GPU that torch can use; --plan works without one")
     # Alone: nothing else may take the GPU meanwhile.
     if "measure" in groups:
-        each_measure(measure_one, folder, MEASURED)
+        prepare_environment()  # as for a run: torch reads it once
+        subprocess.run([sys.executable, __file__, str(folder), "--measure"], check=True)
     if "operators" in groups:
         measure_operators(folder)
     chosen = [one for one in checks(folder, torch.cuda.device_count()) if one.group in groups]
