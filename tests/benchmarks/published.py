@@ -1,6 +1,6 @@
 """Published step times against predicted ones.
 
-    python tests/benchmarks/published.py [--fit]
+    python -m tests.benchmarks.published [--fit]
 
 published_megatron.py has the runs on A100, published_llama.py those on H100 and H200. The rows of
 the fitted figures are Korthikanti et al. 2022, table 5, and TorchTitan's Llama 3 8B in bfloat16.

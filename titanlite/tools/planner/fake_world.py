@@ -95,7 +95,7 @@ def stand_ins(device_type: str = "cpu") -> Iterator[None]:
     """Inside, torch has stand-ins for what cannot run on fake tensors.
 
     Where there is no GPU, a planned "cuda" device has a kernel that skips the masked half of causal
-    attention by itself.
+    attention by itself, and one for RMSNorm, which keeps its input and no float32 copy of it.
     """
     with contextlib.ExitStack() as stack:
         if device_type == "cuda":
@@ -103,6 +103,7 @@ def stand_ins(device_type: str = "cpu") -> Iterator[None]:
             stack.enter_context(patch.object(FakeTensor, "is_pinned", lambda *_: True, create=True))
         if device_type == "cuda" and not torch.cuda.is_available():
             stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
+            stack.enter_context(patch.object(torch, "rms_norm", fused_rms_norm))
         for place, name, stand_in in (
             (torch, "compile", partial(compile_as_graph, torch.compile)),
             (functional_collectives, "_are_we_tracing", is_compiling),
@@ -112,6 +113,16 @@ def stand_ins(device_type: str = "cpu") -> Iterator[None]:
         # Code compiled for another job has other shapes.
         torch.compiler.reset()
         yield
+
+
+def fused_rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """A normalization that reads, writes and keeps what the kernel of a GPU does.
+
+    On a CPU, PyTorch has such a kernel only for LayerNorm.
+    """
+    return torch.layer_norm(x, shape, weight, eps=1e-6 if eps is None else eps)
 
 
 def has_float8_units(_: Any, dtype: torch.dtype, recipe: str) -> bool:
