@@ -160,6 +160,24 @@ MEASURES: Mapping[str, dict[str, Any]] = {
     "compiled, all recomputed": COMPILED | FULL,
     "compiled, float8": COMPILED | FLOAT8,
     "float8": FLOAT8,
+    "nothing recomputed, 2 sequences": NONE | {"training.local_batch_size": 2},
+    "10 blocks, all recomputed": FULL | {"model.n_layers": 10},
+    "4 blocks, every second recomputed, 4 sequences": {
+        "model.n_layers": 4,
+        "training.local_batch_size": 4,
+    },
+    "2,048 wide, 16 blocks, 16 x 2,048 tokens, all recomputed": NARROW
+    | FULL
+    | {"training.local_batch_size": 16},
+    "GPT-2 XL, 8 x 1,024 tokens": NONE
+    | {
+        "model.name": "gpt2",
+        "model.flavor": "1.5B",
+        "model.n_layers": 48,
+        "training.seq_len": 1024,
+        "training.local_batch_size": 8,
+    },
+    "compiled, nothing recomputed": COMPILED | NONE,
 }
 
 
@@ -386,15 +404,29 @@ def plan_one(changes: Mapping[str, Any], folder: Path, *, hardware: str) -> dict
     if ended.returncode not in (0, 1):
         raise ValueError(ended.stderr.strip().splitlines()[-1])
     found = json.loads(figures.read_text())
-    return {"seconds": found["time"]["seconds"], "allocated": found["peak_bytes"] / 2**30}
+    return {
+        "seconds": found["time"]["seconds"],
+        "allocated": found["peak_bytes"] / 2**30,
+        "reserved": found["reserved_bytes"] / 2**30,
+    }
 
 
 def each_measure(
-    one: Callable[[Mapping[str, Any], Path], dict[str, Any]], folder: Path, name: str
+    one: Callable[[Mapping[str, Any], Path], dict[str, Any]],
+    folder: Path,
+    name: str,
+    *,
+    only_new: bool,
 ) -> None:
-    """`one` of each of MEASURES, in the file `name`; what fails is a sentence."""
-    found: dict[str, Any] = {}
+    """`one` of each of MEASURES, in the file `name`; what fails is a sentence.
+
+    With `only_new`, those that the evidence in docs has are left out.
+    """
+    kept, found = EVIDENCE / name, dict[str, Any]()
+    known = json.loads(kept.read_text()) if only_new and kept.exists() else {}
     for title, changes in MEASURES.items():
+        if title in known:
+            continue
         began = time.monotonic()
         try:
             found[title] = one(changes, folder)
@@ -466,6 +498,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default=",".join(GROUPS))
     parser.add_argument("--plan", metavar="HARDWARE")
+    parser.add_argument("--new", action="store_true", help="leave out jobs that are measured")
     parser.add_argument("--equal", help=argparse.SUPPRESS)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--faults", type=int, help=argparse.SUPPRESS)
@@ -476,12 +509,13 @@ def main() -> int:
     if given.equal:
         return equal(given.equal)
     if given.measure:
-        each_measure(measure_one, folder, MEASURED)
+        each_measure(measure_one, folder, MEASURED, only_new=given.new)
         return 0
     if given.faults is not None:
         return faults(given.faults)
     if given.plan:
-        each_measure(partial(plan_one, hardware=given.plan), folder, PLANNED)
+        plan = partial(plan_one, hardware=given.plan)
+        each_measure(plan, folder, PLANNED, only_new=given.new)
         return 0
     groups = given.only.split(",")
     if unknown := set(groups) - set(GROUPS):
@@ -493,7 +527,8 @@ def main() -> int:
     # Alone: nothing else may take the GPU meanwhile.
     if "measure" in groups:
         prepare_environment()  # as for a run: torch reads it once
-        subprocess.run([sys.executable, __file__, str(folder), "--measure"], check=True)
+        command = [sys.executable, __file__, str(folder), "--measure", *["--new"] * given.new]
+        subprocess.run(command, check=True)
     if "operators" in groups:
         measure_operators(folder)
     chosen = [one for one in checks(folder, torch.cuda.device_count()) if one.group in groups]

@@ -225,7 +225,7 @@ def rotary_angles_from_zero() -> AbstractContextManager[Any]:
     rotate = RotaryEmbedding.forward
 
     def from_zero(self, q, k, positions):
-        return rotate(self, q, k, torch.arange(positions.size(-1)))
+        return rotate(self, q, k, torch.arange(positions.size(-1), device=positions.device))
 
     return patch.object(RotaryEmbedding, "forward", from_zero)
 

@@ -18,6 +18,8 @@ FSDP = {"data_parallel_shard_degree": 2}
 CP = {"context_parallel_degree": 2}
 TP = {"tensor_parallel_degree": 2}
 PP = {"pipeline_parallel_degree": 2}
+# On a GPU, too.
+RINGS = {"enable_async_tensor_parallel": True, "async_tensor_parallel_backend": "ring"}
 
 
 def float8(recipe: str) -> Sections:
@@ -253,14 +255,14 @@ CASES = [
     ),
     Case(
         bugs.ring_counts_up,
-        {"tensor_parallel_degree": 4, "enable_async_tensor_parallel": True},
+        {"tensor_parallel_degree": 4, **RINGS},
         r"layers.0.attention.wq is the first module .* on every rank; .*"
         r"GatherColwise\(dim=0, layers=\('wq', 'wk', 'wv'\)\) as a ring",
         is_slow=True,
     ),
     Case(
         bugs.ring_leaves_out_a_product,
-        {**TP, "enable_async_tensor_parallel": True},
+        {**TP, **RINGS},
         r"layers.0.attention.wo is the first module .* on rank 1 only \(tp 1\).*"
         r"RowwiseLocal\(scatter_dim=0\) as a ring",
     ),

@@ -150,7 +150,8 @@ def apply_fsdp(
     units += bool(left)
     shard(model, reshard)
 
-    for module in model.modules():
+    # A single rank would divide by one, into a copy of each unit's gradients.
+    for module in model.modules() if dp_mesh.size() > 1 else ():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # FSDP2 implements a division, even by one, as PREMUL_SUM, which gloo lacks.

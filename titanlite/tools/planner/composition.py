@@ -17,6 +17,8 @@ from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Site, Wait
 
 NOWHERE = Site("", "")
+ON_OTHER_STREAMS = ("gradients", "communication buffers")
+"""What FSDP2 allocates on streams of its own, on a GPU."""
 TOKENS = "tokens"
 """In pieces, the axes over which the tokens of a microbatch are spread: those of data parallelism,
 which are others in a composed job."""
@@ -34,6 +36,8 @@ class Segment:
     net: Mapping[str, int]
     peak: Mapping[str, int]
     peak_place: Site = NOWHERE
+    main_peak: int = 0
+    """As `peak`, but of the main stream alone: without what is allocated ON_OTHER_STREAMS."""
     parts: tuple[tuple[int, int, str], ...] = ()
     """(index of the first event, of the one after the last, name) of each named part."""
     fewer: tuple[Segment, Segment, int] | None = None
@@ -69,6 +73,7 @@ class Builder:
         self._peak: dict[str, int] = {}
         self._peak_place = NOWHERE
         self._total = self._most = self._number = 0
+        self._main = self._most_main = 0
 
     def add(self, segment: Segment, *, part: str = "", adds_to_gradients: bool = False) -> None:
         """Append a segment; its communications get new numbers.
@@ -82,7 +87,10 @@ class Builder:
             for name, num_bytes in segment.peak.items():
                 self._peak[name] = self._now[name] + num_bytes
             self._peak_place = named(segment.peak_place, part)
+        self._most_main = max(self._most_main, self._main + segment.main_peak)
         for name, num_bytes in segment.net.items():
+            if name not in ON_OTHER_STREAMS:
+                self._main += num_bytes
             if not (adds_to_gradients and name == "gradients"):
                 self._now[name] += num_bytes
                 self._total += num_bytes
@@ -139,6 +147,9 @@ class Builder:
         """Add to what is allocated; a negative number frees."""
         self._now[category] += num_bytes
         self._total += num_bytes
+        if category not in ON_OTHER_STREAMS:
+            self._main += num_bytes
+            self._most_main = max(self._most_main, self._main)
         if self._total > self._most:
             self._most, self._peak = self._total, dict(self._now)
             self._peak_place = place
@@ -151,7 +162,7 @@ class Builder:
         net = {name: num_bytes for name, num_bytes in self._now.items() if num_bytes}
         peak = {name: num_bytes for name, num_bytes in self._peak.items() if num_bytes}
         events = tuple(self.events) if self._keeps_events else ()
-        return Segment(events, net, peak, self._peak_place, tuple(self._parts))
+        return Segment(events, net, peak, self._peak_place, self._most_main, tuple(self._parts))
 
 
 def named(place: Site, part: str) -> Site:

@@ -59,6 +59,7 @@ class Replication:
         pipeline = resolved.pipeline
         self.splits_backward = pipeline is not None and pipeline.schedule.splits_backward
         self._is_on_gpu = config.job.device == "cuda"
+        self.has_streams = self.is_fsdp and self._is_on_gpu
         self.is_offloaded = offloads(resolved)
         self._is_pinned = training.cpu_offload_pin_memory
         self._dtype, self._reduce_dtype = training.param_dtype, training.reduce_dtype

@@ -175,13 +175,14 @@ class Evaluator:
         ends = compositions[0], compositions[-1]
         if compiled is not pieces:
             ends = compose(jobs[0], compiled), compose(jobs[-1], compiled)
-        least, most = map(peaks, ends)
+        on_gpu = config.job.device == "cuda"
+        least, most = (peaks(end, on_gpu=on_gpu) for end in ends)
         # The steps between the two shorter pipelines, and from there to the whole one.
         steps = 0.0 if len(jobs) == 1 else (total - counts[0]) / (counts[1] - counts[0])
         peak, host_peak = (
             round(one + steps * (other - one)) for one, other in zip(least, most, strict=True)
         )
-        if not self._fits(peak):
+        if not self._fits(peak + self._hardware.memory.beside_bytes):
             return DOES_NOT_FIT
         host = self._hardware.host
         if host is not None and host_peak > host.num_bytes * (1 - MARGIN):
@@ -216,7 +217,7 @@ class Evaluator:
             is_legal = False
         return finish(draft) if is_legal else None
 
-    def _fits(self, num_bytes: int) -> bool:
+    def _fits(self, num_bytes: float) -> bool:
         return num_bytes <= self._hardware.memory.num_bytes * (1 - MARGIN)
 
     def _load(self, changes: Changes, resolved: ResolvedJob, *, exactly: bool) -> Pieces:

@@ -25,6 +25,9 @@ CATEGORIES = (
 )
 """What memory is used for. Activations are what the forward pass keeps for the backward pass."""
 
+GAPS = 0.01
+"""The share of an allocator's memory in gaps, with segments that expand: docs/gpu.md."""
+
 FROM_RANK_TO_RANK = ("send", "receive")
 HOST_LINK = "offload"
 """The axis of copies between a device and its host, whose kinds are these."""
@@ -113,6 +116,8 @@ class Allocation:
     block: int
     num_bytes: int
     place: Site
+    stream: int = 0
+    """The stream of a GPU that allocates it; 0 for the main one."""
 
 
 Event = Operator | Communication | Wait | Allocation
@@ -170,6 +175,24 @@ class Trace:
         """The peak of the step, with parameters and optimizer state, which are always there."""
         return self._peak(self.held, is_on_host=False)
 
+    def reserved(self) -> int:
+        """The bytes that torch's allocator takes of a GPU.
+
+        Memory that one stream has freed is not given to another, so each takes its own peak.
+        """
+        sizes = {block: (num_bytes, 0) for block, num_bytes in self.sizes.items()}
+        now = Counter({0: sum(self.held.values())})
+        most = Counter(now)
+        for event in self.events:
+            if not isinstance(event, Allocation) or event.block in self.on_host:
+                continue
+            before, stream = sizes.get(event.block, (0, 0))
+            now[stream] -= before
+            now[event.stream] += event.num_bytes
+            sizes[event.block] = event.num_bytes, event.stream
+            most[event.stream] = max(most[event.stream], now[event.stream])
+        return with_gaps(most.total())
+
     def host_peak(self) -> Peak:
         """The peak of the host's memory; nothing without CPU offload."""
         return self._peak(self.held_on_host, is_on_host=True)
@@ -188,6 +211,11 @@ class Trace:
             if total > most:
                 best, most = Peak(event.place, dict(now)), total
         return best
+
+
+def with_gaps(num_bytes: int) -> int:
+    """What the streams take, with the gaps that no tensor fits into."""
+    return round(num_bytes * (1 + GAPS))
 
 
 def totals(

@@ -86,11 +86,15 @@ ShareCurve = Annotated[Curve, PlainValidator(_curve)]
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The device's memory. `share` gives the share of the bandwidth by an operator's bytes."""
+    """The device's memory. `share` gives the share of the bandwidth by an operator's bytes.
+
+    `beside_bytes` are taken before torch allocates anything: a GPU's context and libraries.
+    """
 
     num_bytes: Positive
     bytes_per_second: Positive
     share: ShareCurve
+    beside_bytes: NotNegative = 0.0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ whose communication is the same and whose peaks differ by a few percent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from titanlite.config import ResolvedJob
@@ -38,6 +38,7 @@ class RankPlan:
     `held` has the bytes of each category before the step. `totals` maps (kind, axis) to the number
     of communications and the bytes of their whole tensors. With CPU offload on a GPU, `host` is the
     peak of what the rank takes of the host's memory, and `held_on_host` what it holds there.
+    `reserved` are the bytes that torch takes of the device for the peak.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class RankPlan:
     flops: int
     host: Peak | None = None
     held_on_host: dict[str, int] = field(default_factory=dict)
+    reserved: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,17 @@ class JobPlan:
         return max(one.peak.num_bytes for one in self.ranks)
 
     @property
+    def reserved_bytes(self) -> int:
+        """The most that torch takes of a device; on a CPU, the largest peak."""
+        return max(one.reserved or one.peak.num_bytes for one in self.ranks)
+
+    @property
+    def device_bytes(self) -> int:
+        """What a rank takes of its device, with what is there beside torch's memory."""
+        beside = 0 if self.hardware is None else self.hardware.memory.beside_bytes
+        return round(self.reserved_bytes + beside)
+
+    @property
     def host_bytes(self) -> int:
         """The most that a rank takes of its host's memory; 0 without CPU offload on a GPU."""
         return max(0 if one.host is None else one.host.num_bytes for one in self.ranks)
@@ -103,12 +116,15 @@ def plan_job(
     prediction, cost = None, None
     applied: tuple[PlanRow, ...] = ()
     compositions: list[Composition] = []
+    eager: dict[int, Composition] = {}
     if method == PIECES or hardware is not None:
         pieces = load_pieces(resolved, use_cache=use_cache)
         compositions = compose(resolved, pieces)
         if hardware is not None:
             cost = Cost(hardware, dims, is_compiled=is_compiled)
             prediction = predict(resolved, compositions, cost, pieces)
+    if config.compile.enable and config.job.device == "cuda":
+        eager = {one.rank: one for one in compositions}
     if method == PIECES and config.compile.enable:
         # Time is that of eager pieces, with operators fused by rule: the hardware files are fitted
         # to it.
@@ -127,11 +143,12 @@ def plan_job(
             one.rank,
             one.coordinates,
             one.held,
-            one.peak() if method == WHOLE else _of_any_block(one.peak(), resolved),
+            _of_any_block(_smaller_of(one, eager).peak(), resolved, method),
             one.totals(),
             one.flops,
             one.host_peak() if offloaded else None,
             one.held_on_host,
+            _smaller_of(one, eager).reserved() if config.job.device == "cuda" else 0,
         )
         for one in steps
     ]
@@ -159,9 +176,19 @@ def _repeated_in_halves(resolved: ResolvedJob) -> str:
     return " and ".join(found)
 
 
-def _of_any_block(peak: Peak, resolved: ResolvedJob) -> Peak:
+def _smaller_of(step: Trace | Composition, eager: Mapping[int, Composition]) -> Trace | Composition:
+    """The step, or the eager one of its rank if that takes less of a GPU.
+
+    A traced graph runs operator by operator. The inductor has no more than eager code between two
+    of them, and keeps no more than the graph for the backward pass (docs/gpu.md has measured two).
+    """
+    other = eager.get(step.rank)
+    return step if other is None or step.reserved() <= other.reserved() else other
+
+
+def _of_any_block(peak: Peak, resolved: ResolvedJob, method: str) -> Peak:
     """The peak in a block without its number: the stages of a pipeline share their pieces."""
-    if resolved.pipeline is None:
+    if resolved.pipeline is None or method == WHOLE:
         return peak
     names = peak.place.module.split(".")
     place = peak.place._replace(module=".".join("*" if n.isdigit() else n for n in names))
@@ -185,10 +212,10 @@ def find_warnings(plan: JobPlan) -> Sequence[str]:
     if hardware is None:
         return []
     found = []
-    if plan.peak_bytes > hardware.memory.num_bytes:
+    if plan.device_bytes > hardware.memory.num_bytes:
         found.append(
-            f"does not fit: a rank needs {format_bytes(plan.peak_bytes)}, and {hardware.name} has "
-            f"{format_bytes(hardware.memory.num_bytes)}"
+            f"does not fit: a rank needs {format_bytes(plan.device_bytes)}, and {hardware.name} "
+            f"has {format_bytes(hardware.memory.num_bytes)}"
         )
     host = hardware.offload_host if plan.host_bytes else None
     if host is not None and plan.host_bytes > host.num_bytes:

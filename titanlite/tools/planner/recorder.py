@@ -89,6 +89,8 @@ class StepRecorder(TorchDispatchMode):
         self._spans: list[tuple[int, str]] = [(0, "")]
         self.phase = "other"
         self._is_paused = False
+        self._device: Any = torch.cuda if torch.cuda.is_available() else torch.cpu
+        self._streams = {self._device.current_stream(): 0} if scratch.has_streams else {}
 
     supports_higher_order_operators = True
 
@@ -360,7 +362,13 @@ class StepRecorder(TorchDispatchMode):
         block = self.blocks[key]
         if self.sizes[block] != size:
             self.sizes[block] = size
-            self.events.append(Allocation(block, size, self.place()))
+            self.events.append(Allocation(block, size, self.place(), self._stream()))
+
+    def _stream(self) -> int:
+        """The number of the stream that allocates now."""
+        if not self._streams:
+            return 0
+        return self._streams.setdefault(self._device.current_stream(), len(self._streams))
 
     def _forget(self, key: int, block: int) -> None:
         if self.sizes.get(block):

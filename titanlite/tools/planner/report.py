@@ -93,16 +93,18 @@ def show_top(plan: JobPlan, width: int) -> list[str]:
     """The warnings, and the figures that count: memory, time, throughput and utilization."""
     lines = _wrapped((("warning: ", one) for one in plan.warnings), width, 2)
     lines += [""] * bool(lines)
-    used = format_bytes(plan.peak_bytes)
+    used, tensors = format_bytes(plan.device_bytes), format_bytes(plan.peak_bytes)
     largest = max(plan.ranks, key=lambda one: one.peak.num_bytes)
     where = f"at the peak of {_name(largest)}"
+    if plan.device_bytes > plan.peak_bytes:
+        where = f"on {_name(largest)}, whose tensors take {tensors} at the peak"
     if plan.hardware is None:
         rows = [("memory", f"{used} {where}"), ("time", "`titanlite plan --hardware NAME`")]
     else:
         whole = plan.hardware.memory.num_bytes
-        fits = "it fits" if plan.peak_bytes <= whole else "IT DOES NOT FIT"
-        share = _percent(plan.peak_bytes / whole)
-        rows = [("memory", f"{used} of {format_bytes(whole)} {where} ({share}): {fits}")]
+        fits = "it fits" if plan.device_bytes <= whole else "IT DOES NOT FIT"
+        share = _percent(plan.device_bytes / whole)
+        rows = [("memory", f"{used} of {format_bytes(whole)} ({share}) {where}: {fits}")]
     if plan.prediction is not None:
         step, idle = plan.prediction.step, plan.prediction.bubble
         unit = "samples" if plan.sample_tokens else "tokens"
@@ -336,6 +338,8 @@ def figures(plan: JobPlan) -> dict[str, Any]:
         "method": plan.method,
         "ranks": [_rank_figures(one) for one in plan.ranks],
         "peak_bytes": plan.peak_bytes,
+        "reserved_bytes": plan.reserved_bytes,
+        "device_bytes": plan.device_bytes,
         "host_bytes": plan.host_bytes,
         "hardware": None
         if hardware is None

@@ -44,7 +44,8 @@ def _part(one: ModelPart, two: ModelPart, factor: int) -> ModelPart:
 def _segment(one: Segment, two: Segment, factor: int) -> Segment:
     events = (_event(*pair, factor) for pair in zip(one.events, two.events, strict=True))
     net, peak = _bytes(one.net, two.net, factor), _bytes(one.peak, two.peak, factor)
-    return Segment(tuple(events), net, peak, two.peak_place)
+    main_peak = _at(one.main_peak, two.main_peak, factor)
+    return Segment(tuple(events), net, peak, two.peak_place, main_peak)
 
 
 def _event(one: Event, two: Event, factor: int) -> Event:

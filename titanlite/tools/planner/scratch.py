@@ -25,7 +25,8 @@ class Scratch:
     ends. A collective of a kind in `holds_input` keeps its input alive until then. P2P messages and
     collectives of c10d keep their tensors until a wait, or, if not `frees_at_wait`, until their
     Work is released. `has_rng_state` says that the states of the random number generator, which
-    activation checkpointing keeps, are in this device's memory.
+    activation checkpointing keeps, are in this device's memory; `has_streams`, that FSDP2 allocates
+    on streams of its own.
     """
 
     kernels: Mapping[str, Callable[[Args, int], int]]
@@ -33,6 +34,7 @@ class Scratch:
     holds_input: frozenset[str] = frozenset()
     frees_at_wait: bool = False
     has_rng_state: bool = False
+    has_streams: bool = False
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -155,5 +157,6 @@ CUDA = Scratch(
     # collective until it is waited for, and copies none.
     holds_input=frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}),
     frees_at_wait=True,
+    has_streams=True,
 )
 BY_DEVICE = {"cpu": CPU, "cuda": CUDA}

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config import JobConfig, ResolvedJob, resolve_job
+from titanlite.config import JobConfig, ResolvedJob, check_machine, resolve_job
 from titanlite.parallelize.steps import depends_on_microbatch, loss_tolerance
 from titanlite.tools.verify.accumulation import Accumulation, measure_rounding, measure_sensitivity
 from titanlite.tools.verify.causes import explain_error, find_causes
@@ -94,6 +94,7 @@ class Verifier:
         found = Verification(plan, dtype, steps, parts, given=tolerance)
         pool = self.pool(plan.dims.world_size)
         found.threads, found.device_type = pool.are_threads, pool.device_type
+        check_machine(plan.config, pool.device_type)
         on_start(found)
         # The ranks start while the reference runs.
         self.pool(plan.dims.world_size).start()
