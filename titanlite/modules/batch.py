@@ -77,10 +77,9 @@ class Batch:
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
         """The batch on a device, with floating-point fields in `dtype` if that is given."""
-        # The CPU would read a copy that has only begun.
-        from_cpu = device.type != "cpu"
+        to_gpu = device.type != "cpu"  # the CPU would read a copy that has only begun
         moved = {
-            name: field.to(device, dtype if field.is_floating_point() else None, from_cpu)
+            name: field.to(device, dtype if field.is_floating_point() else None, to_gpu)
             for name, field in self.fields.items()
         }
         return Batch(moved, self.dims)

@@ -329,6 +329,8 @@ def run_threads(
         exits.enter_context(own_settings())
         initial_warnings()
         choose_kernels()
+        # FakeTensorMode calls it, too. In a thread, a CUDA build of torch 2.11 crashes in it.
+        torch._C._ensureCUDADeviceGuardSet()
         exits.enter_context(keeping_freed_memory())
         exits.enter_context(_threaded_groups())
         _world = world = ThreadWorld(places, stop)

@@ -26,7 +26,7 @@ from titanlite.schedule.actions import (
     SEND_F,
     UNSHARD,
 )
-from titanlite.tools.planner.composition import ON_OTHER_STREAMS, Pieces, Segment, Weight
+from titanlite.tools.planner.composition import Pieces, Segment, Weight
 from titanlite.tools.planner.data_parallel import ENDS
 from titanlite.tools.planner.events import Communication, Operator, Peak, Site, totals, with_gaps
 from titanlite.tools.planner.segments import BATCH, Row, Segments, Shared, Stage, Variant
@@ -53,7 +53,8 @@ class Composition:
     """The step of one rank: the bytes that it holds before the step, and its actions in order.
 
     With CPU offload, `on_host` has the bytes of each category in the host's memory at its peak, and
-    those before the step in `held_on_host`; else both are empty. `has_streams`: FSDP2 on a GPU.
+    those before the step in `held_on_host`; else both are empty. `apart` has the categories that
+    other streams of a GPU allocate than the main one; None on a CPU.
     """
 
     rank: int
@@ -62,7 +63,7 @@ class Composition:
     actions: list[Done]
     held_on_host: dict[str, int] = field(default_factory=dict)
     on_host: dict[str, int] = field(default_factory=dict)
-    has_streams: bool = False
+    apart: tuple[str, ...] | None = None
 
     def totals(self) -> dict[tuple[str, str], tuple[int, int]]:
         """(kind, axis) -> (number of communications, total bytes)."""
@@ -102,23 +103,21 @@ class Composition:
         return Peak(where, best)
 
     def reserved(self) -> int:
-        """About the bytes that torch takes of a GPU: see Trace.reserved.
-
-        FSDP2 gathers, and reduces gradients, on streams of their own.
-        """
-        if not self.has_streams:
-            return with_gaps(self.peak().num_bytes)
+        """About the bytes that torch takes of the device: on a GPU, see Trace.reserved."""
+        if not self.apart:
+            peak = self.peak().num_bytes
+            return peak if self.apart is None else with_gaps(peak)
         main = most = sum(self.held.values())
-        now, apart = Counter[str](), Counter[str]()
+        now, largest = Counter[str](), Counter[str]()
         for action in self.actions:
             segment = action.segment
             most = max(most, main + segment.main_peak)
-            for name in ON_OTHER_STREAMS:
+            for name in self.apart:
                 before, after = now[name], segment.net.get(name, 0)
-                apart[name] = max(apart[name], before + max(segment.peak.get(name, 0), after))
+                largest[name] = max(largest[name], before + max(segment.peak.get(name, 0), after))
                 now[name] = before + after
-            main += sum(n for name, n in segment.net.items() if name not in ON_OTHER_STREAMS)
-        return with_gaps(most + apart.total())
+            main += sum(n for name, n in segment.net.items() if name not in self.apart)
+        return with_gaps(most + largest.total())
 
     def host_peak(self) -> Peak:
         """The peak of the host's memory, in the update; nothing without CPU offload."""
@@ -132,13 +131,13 @@ class Composition:
             yield by_id[key], count
 
 
-def peaks(compositions: Sequence[Composition], *, on_gpu: bool) -> tuple[int, int]:
+def peaks(compositions: Sequence[Composition]) -> tuple[int, int]:
     """What the ranks take at most of a device's memory, and of the host's for one rank.
 
     The latter is 0 without CPU offload.
     """
     return (
-        max(one.reserved() if on_gpu else one.peak().num_bytes for one in compositions),
+        max(one.reserved() for one in compositions),
         max(one.host_peak().num_bytes for one in compositions),
     )
 
@@ -214,9 +213,9 @@ class _Composer:
         actions.append(Done(END, -1, -1, end))
         coordinates = dims.coordinates(rank)
         if not self._data.is_offloaded:
-            return Composition(rank, coordinates, held, actions, has_streams=self._data.has_streams)
+            return Composition(rank, coordinates, held, actions, apart=self._data.apart)
         device, host, most = self._split(held, weights, batches)
-        return Composition(rank, coordinates, device, actions, host, most, self._data.has_streams)
+        return Composition(rank, coordinates, device, actions, host, most, self._data.apart)
 
     def _split(
         self, held: dict[str, int], weights: list[Weight], batches: int

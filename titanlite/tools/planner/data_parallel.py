@@ -14,6 +14,7 @@ from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS, axes_where, flat_name
 from titanlite.quantities import ITEMSIZE
 from titanlite.tools.planner.composition import (
+    ON_OTHER_STREAMS,
     Builder,
     ModelPart,
     Pieces,
@@ -59,7 +60,8 @@ class Replication:
         pipeline = resolved.pipeline
         self.splits_backward = pipeline is not None and pipeline.schedule.splits_backward
         self._is_on_gpu = config.job.device == "cuda"
-        self.has_streams = self.is_fsdp and self._is_on_gpu
+        streams = ON_OTHER_STREAMS if self.is_fsdp else ()
+        self.apart = streams if self._is_on_gpu else None
         self.is_offloaded = offloads(resolved)
         self._is_pinned = training.cpu_offload_pin_memory
         self._dtype, self._reduce_dtype = training.param_dtype, training.reduce_dtype
@@ -116,6 +118,8 @@ class Replication:
         copied = 0
         if self.is_offloaded:
             copied = self._copy_in(builder, weights, place, ready)
+        elif self._is_mixed:
+            self._cast_shards(builder, weights, place, is_beside=ready >= 0)
         numbers, cast_bytes = self._add_casts(builder, weights, place, ready)
         builder.operator(COPY_IN, num_bytes // shards, self._dtype, place, is_beside=ready >= 0)
         builder.allocate(BUFFERS, num_bytes)
@@ -216,7 +220,20 @@ class Replication:
                 builder.operator("aten::copy_", cast, self._dtype, place)
                 builder.allocate(TEMPORARY, -cast)
         else:
+            # FSDP2 copies what it would gather, even from one rank.
+            if self._is_mixed:
+                self._cast_shards(builder, weights, place)
+            builder.operator("aten::copy_", num_bytes, self._dtype, place)
             builder.allocate(GATHERED, num_bytes)
+
+    def _cast_shards(
+        self, builder: Builder, weights: Sequence[Weight], place: Site, *, is_beside: bool = False
+    ) -> None:
+        """Cast the shards of a unit to the compute dtype, but for those with a cast to float8."""
+        plain = [w for w in weights if w.name not in self._casts]
+        size = sum(self._copied_numel(w) * w.itemsize + self._cast_bytes(w) for w in plain)
+        if any(w.itemsize != self._itemsize(w, self._dtype) for w in plain):
+            builder.operator(CAST, size // 2, self._dtype, place, is_beside=is_beside)
 
     def free(self, builder: Builder, weights: Sequence[Weight]) -> None:
         builder.allocate(GATHERED, -self._gathered_bytes(weights))
@@ -257,7 +274,12 @@ class Replication:
             after = _some(copied) if replicas == 1 else ()
             axis = self._axis_of(weights[0])
             number = builder.start("reduce_scatter", axis, num_bytes, shards, place, after=after)
-        output = num_bytes // shards
+        output, beside = num_bytes // shards, self._is_on_gpu
+        if shards == 1:
+            builder.operator("aten::copy_", output, self._reduce_dtype, place, is_beside=beside)
+        if not (is_first or self.is_offloaded):
+            added = output * 3 // 2  # it reads two tensors and writes one
+            builder.operator("aten::add_", added, self._reduce_dtype, place, is_beside=beside)
         if self.is_offloaded:
             builder.allocate(BUFFERS, output)
         elif is_first:

@@ -175,8 +175,7 @@ class Evaluator:
         ends = compositions[0], compositions[-1]
         if compiled is not pieces:
             ends = compose(jobs[0], compiled), compose(jobs[-1], compiled)
-        on_gpu = config.job.device == "cuda"
-        least, most = (peaks(end, on_gpu=on_gpu) for end in ends)
+        least, most = map(peaks, ends)
         # The steps between the two shorter pipelines, and from there to the whole one.
         steps = 0.0 if len(jobs) == 1 else (total - counts[0]) / (counts[1] - counts[0])
         peak, host_peak = (

@@ -1,20 +1,33 @@
 """What a trace for a GPU has that one for the CPU has not, on a machine without a GPU."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from titanlite.config import JobConfig, ResolvedJob, resolve_job
+from titanlite.config.load import override
 from titanlite.tools.planner.cache import key_of
-from titanlite.tools.planner.events import Operator, Trace
+from titanlite.tools.planner.compose import compose
+from titanlite.tools.planner.events import Allocation, Operator, Site, Trace, with_gaps
 from titanlite.tools.planner.pieces import trace_pieces
+from titanlite.tools.planner.planning import plan_job
 from titanlite.tools.planner.trace import trace_rank
 
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 PRODUCT8 = "aten::_scaled_mm"
+EVIDENCE = Path(__file__).parents[4] / "docs/evidence/gpu"
 
 
-def job(device: str, model: dict[str, Any] | None = None, **plan: Any) -> ResolvedJob:
+def job(
+    device: str,
+    model: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
+    activation_checkpoint: str = "none",
+    **plan: Any,
+) -> ResolvedJob:
     config = JobConfig.from_dict(
         {
             "job": {"device": device},
@@ -25,9 +38,10 @@ def job(device: str, model: dict[str, Any] | None = None, **plan: Any) -> Resolv
                 "global_batch_size": 2,
                 "local_batch_size": 2,
                 "mixed_precision_param": "bfloat16",
+                **(training or {}),
             },
             "parallelism": {"data_parallel_shard_degree": 1, **plan},
-            "activation_checkpoint": {"mode": "none"},
+            "activation_checkpoint": {"mode": activation_checkpoint},
         }
     )
     return resolve_job(config, None)
@@ -57,6 +71,50 @@ def test_a_gpu_skips_the_masked_half_by_itself() -> None:
     assert len(of_cpu) > len(of_gpu)
     assert all(one.causal in ((), (256, 256)) for one in of_cpu)
     assert key_of(job("cuda", **plan)) != key_of(job("cpu", **plan))
+
+
+def test_a_gpu_has_a_kernel_for_rmsnorm() -> None:
+    on_gpu, on_cpu = (trace_rank(job(device), 0) for device in ("cuda", "cpu"))
+    norms = [one for one in on_gpu.operators if "layer_norm" in one.name]
+    assert len(norms) == 2 * (2 * job("cuda").model.n_layers + 1)  # forward and backward
+    assert not [one for one in on_cpu.operators if "layer_norm" in one.name]
+    kept = [one.peak().bytes_of["activations"] for one in (on_gpu, on_cpu)]
+    assert kept[0] < 0.9 * kept[1]
+
+
+def test_streams_share_no_memory() -> None:
+    trace = Trace(0, {}, held={"parameters": 100}, category_of=dict.fromkeys(range(3), "temporary"))
+    place = Site("", "forward")
+    trace.events += [
+        Allocation(0, 1000, place),
+        Allocation(0, 0, place),
+        Allocation(1, 800, place, stream=1),
+        Allocation(2, 300, place),
+    ]
+    assert trace.peak().num_bytes == 1200
+    assert trace.reserved() == with_gaps(1100 + 800)
+
+
+def test_fsdp_reduces_gradients_on_a_stream_of_its_own() -> None:
+    plan = job("cuda", training={"local_batch_size": 1}, data_parallel_shard_degree=2)
+    trace, (composed,) = trace_rank(plan, 0), compose(plan, trace_pieces(plan))
+    streams = {e.stream for e in trace.events if isinstance(e, Allocation) and e.num_bytes}
+    assert len(streams) == 3
+    gradients = trace.peak().bytes_of["gradients"]
+    assert trace.reserved() > trace.peak().num_bytes + 0.5 * gradients
+    assert composed.reserved() == pytest.approx(trace.reserved(), rel=0.1)
+    on_cpu = trace_rank(replace(plan, config=override(plan.config, {"job.device": "cpu"})), 0)
+    assert {e.stream for e in on_cpu.events if isinstance(e, Allocation)} == {0}
+
+
+def test_a_step_takes_what_it_took_on_a_gpu() -> None:
+    """A job of docs/gpu_checks.py: about 3 billion parameters, one sequence of 8,192 tokens."""
+    of_gpu = json.loads((EVIDENCE / "measured.json").read_text())["10 blocks, all recomputed"]
+    model = {"flavor": "8B", "n_layers": 10}
+    training = {"seq_len": 8192, "global_batch_size": 1, "local_batch_size": 1}
+    found = plan_job(job("cuda", model, activation_checkpoint="full", training=training))
+    assert found.peak_bytes / 2**30 == pytest.approx(of_gpu["allocated"], rel=0.01)
+    assert found.reserved_bytes / 2**30 == pytest.approx(of_gpu["reserved"], rel=0.01)
 
 
 def test_pieces_of_contiguous_shards_are_those_of_the_last_rank() -> None:

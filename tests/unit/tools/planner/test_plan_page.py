@@ -89,7 +89,7 @@ def test_a_search_is_shown_as_it_was_found() -> None:
         "num_candidates": 3,
         "is_complete": True,
         "dropped": {"does not fit": 2},
-        "memory_bytes": 80e9,
+        "memory_bytes": load_hardware("h100").memory.num_bytes,
         "plans": [
             {
                 "changes": {"parallelism.tensor_parallel_degree": 2},
