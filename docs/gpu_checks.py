@@ -443,19 +443,23 @@ def time_table(plans: Mapping[str, Mapping[str, Any]], measured: Mapping[str, An
         seconds = found.get("seconds")
         cells = [found["error"] if seconds is None else f"{seconds * 1e3:,.0f}"]
         for plan in plans.values():
-            planned = plan[title]["seconds"] if seconds is not None else None
+            planned = plan[title]["seconds"] if seconds and title in plan else None
             cells += [""] * 2 if planned is None else planned_cells(planned * 1e3, seconds * 1e3)
         rows.append([title, *cells])
     return as_markdown(rows)
 
 
 def memory_table(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
-    """A table of Markdown: GiB at the peak of a step, measured and planned."""
-    rows = [["job", "allocated, GiB", "planned", "error", "reserved, GiB"]]
+    """A table of Markdown: GiB at the peak of a step, measured and planned, of the jobs of both."""
+    kinds = "allocated", "reserved"
+    rows = [["job", *(part for kind in kinds for part in (f"{kind}, GiB", "planned", "error"))]]
     for title, found in measured.items():
-        if "allocated" in found:
-            cells = planned_cells(plan[title]["allocated"], found["allocated"], ".1f")
-            rows.append([title, f"{found['allocated']:.1f}", *cells, f"{found['reserved']:.1f}"])
+        if "allocated" in found and title in plan:
+            row = [title]
+            for kind in kinds:
+                cells = planned_cells(plan[title][kind], found[kind], ".1f")
+                row += [f"{found[kind]:.1f}", *cells]
+            rows.append(row)
     return as_markdown(rows)
 
 

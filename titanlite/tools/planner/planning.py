@@ -29,6 +29,7 @@ WHOLE, PIECES = "whole", "pieces"
 # Passes of a block through a microbatch up to which a job is traced whole.
 MOST_PASSES = 200
 LARGE_BUBBLE = 0.25
+LOW = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,13 @@ def plan_job(
     if has_experts(resolved):
         plan.notes.append("experts: planned as if all had equally many tokens")
     plan.warnings.extend(find_warnings(plan))
+    dtype = config.training.param_dtype
+    if hardware and hardware.kind == "gpu" and hardware.peak(LOW) > 2 * hardware.peak(dtype):
+        rates = (f"{hardware.peak(name) / 1e12:.0f} TFLOP/s in {name}" for name in (dtype, LOW))
+        plan.warnings.append(
+            f"products reach {' and '.join(rates)} at most; set training.mixed_precision_param = "
+            f'"{LOW}"'
+        )
     return plan
 
 

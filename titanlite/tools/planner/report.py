@@ -94,7 +94,7 @@ def show_top(plan: JobPlan, width: int) -> list[str]:
     lines = _wrapped((("warning: ", one) for one in plan.warnings), width, 2)
     lines += [""] * bool(lines)
     used, tensors = format_bytes(plan.device_bytes), format_bytes(plan.peak_bytes)
-    largest = max(plan.ranks, key=lambda one: one.peak.num_bytes)
+    largest = max(plan.ranks, key=lambda one: (one.reserved, one.peak.num_bytes))
     where = f"at the peak of {_name(largest)}"
     if plan.device_bytes > plan.peak_bytes:
         where = f"on {_name(largest)}, whose tensors take {tensors} at the peak"

@@ -86,6 +86,7 @@ def plan_job(options: Options, hardware: Hardware | None) -> tuple[JobPlan, list
             # What a group of one rank does stays on the rank.
             {key: of for key, of in one.trace.totals().items() if key[1]},
             one.trace.flops,
+            reserved=one.trace.reserved(),
         )
         for one in traced
     ]

@@ -100,8 +100,7 @@ def test_fsdp_reduces_gradients_on_a_stream_of_its_own() -> None:
     trace, (composed,) = trace_rank(plan, 0), compose(plan, trace_pieces(plan))
     streams = {e.stream for e in trace.events if isinstance(e, Allocation) and e.num_bytes}
     assert len(streams) == 3
-    gradients = trace.peak().bytes_of["gradients"]
-    assert trace.reserved() > trace.peak().num_bytes + 0.5 * gradients
+    assert trace.reserved() > with_gaps(trace.peak().num_bytes)
     assert composed.reserved() == pytest.approx(trace.reserved(), rel=0.1)
     on_cpu = trace_rank(replace(plan, config=override(plan.config, {"job.device": "cpu"})), 0)
     assert {e.stream for e in on_cpu.events if isinstance(e, Allocation)} == {0}
