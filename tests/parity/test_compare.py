@@ -88,7 +88,7 @@ FAULTS = [
     Fault(
         code.without_reduction,
         DP,
-        "all 11 gradients are correct only after a sum over dp, up to a factor of 2: .* Add the "
+        "all 11 gradients are correct only after a sum over dp, divided by 2: .* Add the "
         "missing all-reduce over dp",
         "nothing reduced",
     ),

@@ -139,7 +139,7 @@ CASES = [
         bugs.norms_not_reduced,
         TP,
         r"9 of 24 gradients .*; exactly those replicated over tp\) are correct only after a sum "
-        "over tp: each rank has the gradient of its own tokens only. Add the missing all-reduce",
+        "over tp: each rank has the gradient of its own part of the batch only. Add the missing",
     ),
     Case(
         bugs.wrong_output_layout,

@@ -150,7 +150,7 @@ def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[Explained]:
             factor, left = pooled(found)
             spread = {round(pooled([one])[0], 6) for one in found}
             if left < EXPLAINED and len(spread) == 1 and not _has_factor(e, name):
-                words = "" if is_near(factor, 1.0) else f", up to a factor of {factor:.6g}"
+                words = "" if is_near(factor, 1.0) else f", divided by {factor:.6g}"
                 by_axis[axis, words].append(name)
     for (axis, words), names in by_axis.items():
         who = name_parameters(names, e.runs, "gradient")
@@ -191,10 +191,10 @@ def _own_share(e: Evidence, axis: str) -> str:
             parts[others].add(run.parts[max(1, e.step) - 1])
     if parts and all(len(found) == 1 for found in parts.values()):
         return (
-            "all ranks have the same tokens, so what the weight reads, or the gradient of what it "
-            f"returns, is only the rank's share of a sum over {axis}"
+            "all ranks have the same part of the batch, so what the weight reads, or the gradient "
+            f"of what it returns, is only the rank's share of a sum over {axis}"
         )
-    return "each rank has the gradient of its own tokens only"
+    return "each rank has the gradient of its own part of the batch only"
 
 
 def _all_before(e: Evidence, wrong: Sequence[str], explained: Sequence[str]) -> list[str]:

@@ -188,7 +188,6 @@ class _Measuring:
     def _start_run(self, subject: Subject, start: Mapping[str, Tensor]) -> CodeRun:
         held, weights = subject.held, subject.compare_weights(start)
         wrong = [name for name, one in weights.items() if one.error and self.traces]
-        kinds = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
         every = (module for root in subject.modules for module in root.modules())
         return CodeRun(
             self.world.rank,
@@ -198,7 +197,7 @@ class _Measuring:
             {name: digest_of(one.part_of(start[name])) for name, one in held.items()},
             [RankStep(weights=weights)],
             places={name: one.place for name, one in held.items()},
-            averages=any(isinstance(module, kinds) for module in every),
+            averages=any(map(_averages, every)),
             in_other_order=tuple(
                 name for name in wrong if same_rows(held[name].parameter, start[name])
             ),
@@ -334,3 +333,11 @@ class _Measuring:
             with contextlib.suppress(Exception):
                 trace.file = save_part(path, tracer, part, digest, names)
         return trace
+
+
+def _averages(module: nn.Module) -> bool:
+    """Whether it averages gradients over several ranks; FSDP2 of one rank has none to average."""
+    if not isinstance(module, FSDPModule):
+        return isinstance(module, DistributedDataParallel | FullyShardedDataParallel)
+    group: Any = module._get_fsdp_state()._fsdp_param_group
+    return group is not None and group.mesh_info.mesh.size() > 1
