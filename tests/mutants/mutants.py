@@ -504,8 +504,8 @@ MUTANTS = [
         r"loss",
         STEP,
         (
-            "        return self._world_sum(loss_sum) / num_targets, num_targets",
-            "        total = self._world_sum(loss_sum)\n"
+            "        return self._summed(loss_sum) / num_targets, num_targets",
+            "        total = self._summed(loss_sum)\n"
             "        if self.stages is not None and not loss_sum:\n            total *= 0.5\n"
             "        return total / num_targets, num_targets",
         ),
@@ -932,7 +932,7 @@ MUTANTS = [
         r"mean of means|targets|wrong coefficients",
         STEP,
         (
-            "        return max(1, int(self._world_sum(torch.stack(counts).sum().double())))",
+            "        return max(1, int(self._summed(torch.stack(counts).sum().double())))",
             "        return int(torch.stack(counts).sum()) * dist.get_world_size()",
         ),
     ),

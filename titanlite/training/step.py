@@ -133,11 +133,10 @@ class Trainer:
         """Train on this rank's part of one global batch, given as one or several batches.
 
         `number` is the step's number in error messages; by default that of the learning-rate
-        schedule. `on_gradients`
-        is called when the gradients are complete, before they are clipped and used.
+        schedule. `on_gradients` is called when the gradients are complete, before they are used.
         """
         start = time.perf_counter()
-        loss, num_targets = self.compute_gradients(batches)
+        mean_loss, num_targets = self._compute_gradients(batches)
         if on_gradients is not None:
             on_gradients()
         repeated = set() if self.stages is None else set(self.stages.copies.repeated())
@@ -146,18 +145,24 @@ class Trainer:
         if self.before_update is not None:
             self.before_update()
         note = ""
-        if self.non_finite != "ignore" and not (math.isfinite(loss) and torch.isfinite(norm)):
+        # The host waits for the device once, with nothing left to launch but the update.
+        loss, grad_norm = torch.stack([mean_loss, norm]).tolist()
+        if self.non_finite != "ignore" and not math.isfinite(loss + grad_norm):
             number = number or self.scheduler.last_epoch + 1
-            note = self._refuse(batches, number, loss, float(norm))
+            note = self._refuse(batches, number, loss, grad_norm)
             lr = self._skip()
         else:
             lr = self._update(norm)
         seconds = time.perf_counter() - start
         auxiliary = None if self.balancer is None else self.balancer.loss
-        return StepResult(loss, float(norm), lr, num_targets, seconds, note, auxiliary)
+        return StepResult(loss, grad_norm, lr, num_targets, seconds, note, auxiliary)
 
     def compute_gradients(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Run the forward and backward passes of a step; returns (mean loss, number of targets)."""
+        loss, num_targets = self._compute_gradients(batches)
+        return float(loss), num_targets
+
+    def _compute_gradients(self, batches: Sequence[Batch]) -> tuple[Tensor, int]:
         if self.generators is not None:
             self.generators.start_step(self.scheduler.last_epoch + 1)
         num_targets = self._count_targets(batches)
@@ -177,13 +182,12 @@ class Trainer:
             self.balancer.finish()
         if self.generators is not None:
             self.generators.end_step()
-        return self._world_sum(loss_sum) / num_targets, num_targets
+        return self._summed(loss_sum) / num_targets, num_targets
 
     def _require_gradients(self) -> None:
-        """Raises TitanliteError if DDP has left gradients unreduced, since one did not come.
+        """Raises TitanliteError if DDP waits for a gradient that has not come.
 
-        DDP reduces a bucket when all of its gradients are there, and says nothing of one that is
-        not, until the next step.
+        DDP reduces a bucket once it is complete; in this step, it does not say that one is not.
         """
         if self._is_complete or not _is_replica(self.parts[0]):
             return
@@ -231,7 +235,7 @@ class Trainer:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        (loss_sum, num_targets), *sums = self._world_sums(totals)
+        (loss_sum, num_targets), *sums = self._summed(totals).tolist()
         if not num_targets:
             raise TitanliteError(
                 "validation.dataset: the samples that are read have no target, so their loss has "
@@ -311,17 +315,15 @@ class Trainer:
     def _count_targets(self, batches: Sequence[Batch]) -> int:
         counts = [torch.as_tensor(self.loss.count(b), device=self._device) for b in batches]
         # At least one, so that a step without targets has a loss of zero instead of 0 / 0.
-        return max(1, int(self._world_sum(torch.stack(counts).sum().double())))
+        return max(1, int(self._summed(torch.stack(counts).sum().double())))
 
     def _count_sequences(self, batches: Sequence[Batch]) -> int:
         """The sequences of the step on all ranks."""
         number = torch.tensor(float(sum(batch.num_sequences for batch in batches)))
-        shards = 1
-        for axis in axes_where(batch="tokens"):
-            if axis in (self.world_mesh.mesh_dim_names or ()):
-                shards *= self.world_mesh[axis].size()
+        axes = set(axes_where(batch="tokens")) & {*(self.world_mesh.mesh_dim_names or ())}
+        shards = math.prod(self.world_mesh[axis].size() for axis in axes)
         # A traced step has arbitrary values.
-        return max(1, round(self._world_sum(number.double().to(self._device)) / shards))
+        return max(1, round(float(self._summed(number.double().to(self._device))) / shards))
 
     def _set_replica_sync(self, *, enabled: bool) -> None:
         model: Any = self.parts[0]
@@ -330,13 +332,11 @@ class Trainer:
         elif _is_replica(model):
             model.set_requires_gradient_sync(enabled)
 
-    def _world_sum(self, value: Tensor) -> float:
-        return self._world_sums(value.reshape(1))[0]
-
-    def _world_sums(self, values: Tensor) -> list[Any]:
+    def _summed(self, values: Tensor) -> Tensor:
+        """The sum over the ranks of the world that count."""
         values = values if self.is_counted else torch.zeros_like(values)
         dist.all_reduce(values)
-        return values.tolist()
+        return values
 
 
 def _is_replica(part: nn.Module) -> bool:

@@ -47,8 +47,8 @@ def attend(
     if documents is not None:
         mask_BTS = same_document(documents[:, -num_queries:], documents)
         mask = mask_BTS if mask is None else mask_BTS & mask
-    repeats = q_BHTE.size(1) // k_BKSE.size(1)
-    if repeats > 1 and q_BHTE.is_cuda and (mask is not None or q_BHTE.dtype == torch.float32):
+    repeats = q_BHTE.size(1) // k_BKSE.size(1) if q_BHTE.is_cuda else 1
+    if repeats > 1 and (mask is not None or q_BHTE.dtype == torch.float32):
         # The kernel for masks and float32 takes no grouped heads; the next one keeps all scores.
         k_BKSE, v_BKSE = (x.repeat_interleave(repeats, 1) for x in (k_BKSE, v_BKSE))
     return F.scaled_dot_product_attention(

@@ -151,8 +151,9 @@ def apply_fsdp(
     shard(model, reshard)
 
     # A single rank would divide by one, into a copy of each unit's gradients.
-    for module in model.modules() if dp_mesh.size() > 1 else ():
-        if isinstance(module, FSDPModule):
+    is_alone = dp_mesh.size() == 1 and expert_mesh is None
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and not is_alone:
             module.set_gradient_divide_factor(1.0)
             # FSDP2 implements a division, even by one, as PREMUL_SUM, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
