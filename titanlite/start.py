@@ -38,8 +38,7 @@ T = TypeVar("T")
 MOMENTS = {"AdamW": 2, "Adam": 2}
 OWN_MODELS = "titanlite.models."
 
-# The share of a machine's memory from which on a job's plan is looked up.
-LARGE_SHARE = 0.2
+LARGE_SHARE = 0.2  # of a machine's memory: from there on, a job's plan is looked up
 # How long a rank that does not print the error waits for torchrun to end it.
 SILENT_SECONDS = 5.0
 
@@ -125,13 +124,17 @@ def check_start(
     if needs_memory and planner is not None:
         _check_planned_memory(job, least, planner)
     prepare_data(config, job.model, job.seq_len)
-    looked_at = [feature for feature in features_on(config) if feature.checks_model]
-    if looked_at or not config.training.attend_across_documents:
-        # These checks need the model's layers, and so import torch.
+    check_layers(job)
+    return Start(job, device_type, threads)
+
+
+def check_layers(job: ResolvedJob) -> None:
+    """Raises ConfigError if the model's layers do not suit a feature; torch only if one looks."""
+    looked_at = [feature for feature in features_on(job.config) if feature.checks_model]
+    if looked_at or not job.config.training.attend_across_documents:
         from titanlite.plain_job import check_plain_model
 
         check_plain_model(job, looked_at)
-    return Start(job, device_type, threads)
 
 
 def run_job(

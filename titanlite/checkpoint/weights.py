@@ -61,6 +61,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, str
         save_file(dict(tensors), path, metadata={"format": "pt", **text})
     except SafetensorError as error:
         raise OSError(str(error)) from error
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets only its owner read it
     flush(path)
 
 

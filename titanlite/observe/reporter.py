@@ -190,7 +190,6 @@ class Reporter:
         draws = generators is not None and generators.has_drawn and not job.draws.shapes
         own_bytes = job.world.peak_allocated_bytes()
         process_bytes = peak_process_bytes() if own_bytes is None else 0
-        # On the CPU, over gloo: a GPU is not waited for.
         most = torch.tensor([own_bytes or 0, process_bytes, int(stops), int(draws)])
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         own_bytes, process_bytes, any_stops, any_draws = most.tolist()

@@ -145,7 +145,6 @@ class Trainer:
         if self.before_update is not None:
             self.before_update()
         note = ""
-        # The host waits for the device once, with nothing left to launch but the update.
         loss, grad_norm = torch.stack([mean_loss, norm]).tolist()
         if self.non_finite != "ignore" and not math.isfinite(loss + grad_norm):
             number = number or self.scheduler.last_epoch + 1
@@ -230,8 +229,7 @@ class Trainer:
                 sums_of(self.metrics, outputs, batch, totals[1:])
         for part in self.parts:
             part.train()
-            # Weights that stay gathered after the forward pass would be freed only by a backward
-            # pass. Until then the model's parameters are not those of the optimizer.
+            # Until a backward pass, weights that stay gathered are not those of the optimizer.
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()

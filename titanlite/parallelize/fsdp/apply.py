@@ -150,10 +150,9 @@ def apply_fsdp(
     units += bool(left)
     shard(model, reshard)
 
-    # A single rank would divide by one, into a copy of each unit's gradients.
-    is_alone = dp_mesh.size() == 1 and expert_mesh is None
     for module in model.modules():
-        if isinstance(module, FSDPModule) and not is_alone:
+        # A single rank would divide by one, into a copy of each unit's gradients.
+        if isinstance(module, FSDPModule) and (dp_mesh.size() > 1 or expert_mesh is not None):
             module.set_gradient_divide_factor(1.0)
             # FSDP2 implements a division, even by one, as PREMUL_SUM, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)

@@ -17,6 +17,7 @@ from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.plan_row import PlanRow
 from titanlite.quantities import format_bytes
+from titanlite.start import check_layers
 from titanlite.tools.planner.cache import load_pieces
 from titanlite.tools.planner.compose import Composition, compose
 from titanlite.tools.planner.composition import has_experts, offloads, representatives
@@ -110,6 +111,7 @@ def plan_job(
     `is_compiled` says that the time is of compiled blocks. Experts are assumed to have equally many
     tokens.
     """
+    check_layers(resolved)
     config, dims, offloaded = resolved.config, resolved.dims, offloads(resolved)
     if offloaded and hardware is not None:
         _ = hardware.offload_host

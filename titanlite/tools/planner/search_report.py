@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,12 +16,15 @@ from titanlite.config.model import num_experts
 from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show, show_name
 from titanlite.errors import ConfigError
+from titanlite.observe.terminal import is_terminal
 from titanlite.quantities import format_bytes, format_count, format_seconds
 from titanlite.tools.options import counting_bar
 from titanlite.tools.planner.evaluate import FoundPlan
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.search import SearchResult, search
-from titanlite.tools.planner.space import CHANGED, GLOBAL_BATCH, Space, describe, value_of
+from titanlite.tools.planner.space import CHANGED, CP, GLOBAL_BATCH, Space, describe, value_of
+
+TOLD_EVERY_SECONDS = 30.0
 
 
 def make_space(
@@ -67,10 +72,16 @@ def run_search(
     """Search with a progress bar on a terminal."""
     with counting_bar() as progress:
         task = progress.add_task("plans", total=None)
+        told = time.monotonic()
 
         def on_progress(result: SearchResult, done: int) -> None:
+            nonlocal told
             best = result.best
             more = f", best {format_count(best[0].tokens_per_second)} tokens/s/rank" if best else ""
+            if not is_terminal(sys.stderr) and time.monotonic() - told > TOLD_EVERY_SECONDS:
+                told = time.monotonic()
+                counts = f"{done:,} of {result.num_candidates:,} plans, {len(result.found):,} fit"
+                print(f"search: {counts}{more}", file=sys.stderr, flush=True)
             progress.update(
                 task,
                 completed=done,
@@ -93,6 +104,12 @@ def show_search(result: SearchResult, hardware: Hardware) -> str:
     """The best plans, the Pareto front of memory against time, and what was dropped."""
     timed = f"{len(result.found):,} of {result.num_candidates:,} plans were timed"
     lines = [timed if result.is_complete else f"interrupted: {timed}"]
+    if not result.is_complete:
+        lines.append("  memory is that of eager blocks; offload and asynchronous TP come last")
+    if any(one.changes.get(CP, 1) > 1 for one in result.best):
+        lines.append(
+            "  with context parallelism, steps are planned too fast (docs/plan_published.md)"
+        )
     lines += [f"  {count:,} dropped: {why}" for why, count in result.dropped.most_common()]
     for one in result.failures:
         lines.append(f"  error in {describe(one.changes)}: {one.error}")

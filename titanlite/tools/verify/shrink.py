@@ -14,8 +14,8 @@ from typing import Any
 from titanlite.config import JobConfig, Reading, make_model_config, override, resolve_job
 from titanlite.config.data import own_length
 from titanlite.errors import ConfigError
-from titanlite.parallelize.steps import features_on
 from titanlite.registry import DATASETS
+from titanlite.start import check_layers
 
 # Wide enough for sums of many terms; two blocks and two sequences, so that there is a second one.
 LEAST_WIDTH, LEAST_BLOCKS, LEAST_BATCH = 32, 2, 2
@@ -95,13 +95,7 @@ def _first(config: JobConfig, candidates: Iterable[Mapping[str, Any]]) -> JobCon
 def _try(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig | None:
     with contextlib.suppress(ConfigError):
         changed = override(config, changes)
-        job = resolve_job(changed)
-        looked_at = [feature for feature in features_on(changed) if feature.checks_model]
-        if looked_at or not changed.training.attend_across_documents:
-            # As check_start does: some checks depend on the model's layers, and so on torch.
-            from titanlite.plain_job import check_plain_model
-
-            check_plain_model(job, looked_at)
+        check_layers(resolve_job(changed))
         return changed
     return None
 
