@@ -47,13 +47,13 @@ NUM_TARGETS = sum(63 - 64 * image // 16 for image in range(8))
 def shown_loss_divided_by_cp() -> AbstractContextManager[Any]:
     from titanlite.training.step import Trainer
 
-    compute = Trainer.compute_gradients
+    compute = Trainer._compute_gradients
 
     def divided(self, batches):
         loss, num_targets = compute(self, batches)
         return loss / self.world_mesh["cp"].size(), num_targets
 
-    return patch.object(Trainer, "compute_gradients", divided)
+    return patch.object(Trainer, "_compute_gradients", divided)
 
 
 def mean_of_means() -> AbstractContextManager[Any]:
@@ -358,7 +358,7 @@ def halved_on_one_rank() -> AbstractContextManager[Any]:
 
     from titanlite.training.step import Trainer
 
-    compute = Trainer.compute_gradients
+    compute = Trainer._compute_gradients
 
     def halved(self, batches):
         found = compute(self, batches)
@@ -368,7 +368,7 @@ def halved_on_one_rank() -> AbstractContextManager[Any]:
                     parameter.grad.mul_(0.5)
         return found
 
-    return patch.object(Trainer, "compute_gradients", halved)
+    return patch.object(Trainer, "_compute_gradients", halved)
 
 
 def input_gradient_not_reduced() -> AbstractContextManager[Any]:

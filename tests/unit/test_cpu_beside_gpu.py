@@ -26,6 +26,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*names, "mem_get_info", "get_device_properties", "get_rng_state", "Stream"):
         monkeypatch.setattr(torch.cuda, name, refuse)
     empty = torch.empty
+    # torch keeps the functions that a device's context changes: the one below must not be kept.
+    torch.utils._device._device_constructors()
 
     def without_pinning(*sizes: object, pin_memory: bool = False, **keys: object) -> torch.Tensor:
         return refuse() if pin_memory else empty(*sizes, **keys)  # type: ignore[call-overload,return-value]

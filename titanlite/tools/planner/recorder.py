@@ -62,7 +62,8 @@ class StepRecorder(TorchDispatchMode):
 
     `axes` maps the name of each process group, or else its ranks, to its axes. With `is_fake` the
     tensors are fake, and a scalar that is read has an arbitrary value. `scratch` is the table of
-    what kernels and communication allocate inside themselves, on `num_threads` threads.
+    what kernels and communication allocate inside themselves, on `num_threads` threads of a
+    `device_type`.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class StepRecorder(TorchDispatchMode):
         is_fake: bool = True,
         scratch: Scratch = CPU,
         num_threads: int = 1,
+        device_type: str = "cpu",
     ) -> None:
         super().__init__()
         self._is_fake, self._scratch, self._num_threads = is_fake, scratch, num_threads
@@ -89,7 +91,7 @@ class StepRecorder(TorchDispatchMode):
         self._spans: list[tuple[int, str]] = [(0, "")]
         self.phase = "other"
         self._is_paused = False
-        self._device: Any = torch.cuda if torch.cuda.is_available() else torch.cpu
+        self._device = torch.get_device_module(device_type)
         self._streams = {self._device.current_stream(): 0} if scratch.has_streams else {}
 
     supports_higher_order_operators = True

@@ -66,6 +66,7 @@ def trace_job(
             axes_of_groups(job),
             scratch=BY_DEVICE[planned],
             num_threads=max(1, num_cores() // resolved.dims.world_size),
+            device_type=job.world.device.type,
         )
         if prepare is not None:
             prepare(job, recorder)
