@@ -11,6 +11,7 @@ import recorded_bugs as bugs
 from training import DEBUG_JOB, Sections, merged
 
 from titanlite.config import JobConfig
+from titanlite.errors import ConfigError
 from titanlite.tools.verify.verify import Patch, Verifier
 
 DDP = {"data_parallel_replicate_degree": 2}
@@ -496,3 +497,13 @@ def test_the_same_plans_agree_without_a_bug(verifier: Verifier) -> None:
     for case in cases:
         found = verifier.verify(config_of(case), steps=2)
         assert found.agrees, found.findings
+
+
+def test_what_the_device_lacks_is_refused() -> None:
+    """On a GPU, async TP is symmetric memory by default, and that needs the compiler."""
+    job = config_of(Case(bugs.ring_counts_up, {**TP, "enable_async_tensor_parallel": True}, ""))
+    with (
+        Verifier(threads=True, device_type="cuda") as verifier,
+        pytest.raises(ConfigError, match="symmetric memory needs the compiler"),
+    ):
+        verifier.verify(job, steps=1)

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from titanlite.errors import TitanliteError
 from titanlite.modules.attention import make_layout
 from titanlite.modules.batch import (
     IGNORE_INDEX,
+    Batch,
     FieldDims,
     asked_for,
     call_model,
@@ -107,3 +109,24 @@ def test_a_forward_that_needs_something_else_is_refused():
     )
     with pytest.raises(TitanliteError, match=message):
         check_forward(Odd(), ["positions", "mask"])
+
+
+class Moves(TorchFunctionMode):
+    """Notes which copies do not wait: those of `Tensor.to` with its third argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asynchronous: list[bool] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.to:
+            self.asynchronous.append(bool({**dict(enumerate(args)), **(kwargs or {})}.get(3)))
+        return function(*args, **(kwargs or {}))
+
+
+def test_only_a_copy_to_a_gpu_does_not_wait():
+    """The CPU would read what a GPU has not yet sent."""
+    for device, expected in (("cpu", False), ("meta", True)):
+        with Moves() as moves:
+            Batch({"x": torch.ones(2)}, {}).to(torch.device(device))
+        assert moves.asynchronous == [expected]
