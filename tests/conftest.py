@@ -5,8 +5,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-import titanlite.register  # noqa: F401 (what is built in is there before any test)
-from titanlite.registry import REGISTRIES
+from titanlite.ranks.fork_server import prepare_environment
+
+# As in a command, before torch is imported: threads of OpenMP that wait sleep. They would take half
+# of the time of ranks that are threads.
+prepare_environment()
+
+import titanlite.register  # noqa: E402, F401 (what is built in is there before any test)
+from titanlite.registry import REGISTRIES  # noqa: E402
 
 # No deadline: the time of an example depends more on the load of the machine than on the code.
 settings.register_profile("titanlite", deadline=None)
