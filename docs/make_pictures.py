@@ -198,7 +198,10 @@ def main(arguments: Sequence[str]) -> int:
         draw_lab([str(ROOT / "docs" / "images" / "lab")])
         draw_features(ROOT / "docs" / "images" / "features")
         draw_rings(ROOT / "docs" / "images" / "context_parallel")
-    pages = [Path(name) for name in names] or [*sorted((ROOT / "docs").glob("*.md")), ROOT / "docs/pictures.sh"]
+    pages = [Path(name) for name in names] or [
+        *sorted((ROOT / "docs").glob("*.md")),
+        ROOT / "docs/pictures.sh",
+    ]
     for page in pages:
         for command in picture_commands(page):
             is_quiet = command[0] != "simulate" or "--quiet" in command
