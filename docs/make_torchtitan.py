@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("evidence") / "torchtitan.md"
-HEAD = "| job | plan | backend | verdict | largest difference | seconds |"
-RULE = "| --- | --- | --- | --- | --- | --- |"
+HEAD = "| job | plan | verdict | seconds |"
+RULE = "| --- | --- | --- | --- |"
+USUAL = "spmd_types"
+"""The backend that no row names."""
 
 DEGREES = {
     "tp": "tensor_parallel",
@@ -85,18 +87,19 @@ def verified(job: str, plan: str, more: tuple[str, ...]) -> str:
     largest = re.search(r"max difference (\S+),", said)
     seconds = re.search(r"\((\d+)\.\d s\)", said)
     word = verdict[1].lower() if verdict else "is refused"
-    if word != "agrees":
+    if word == "agrees":
+        word += f" to {largest[1]}" if largest else ""
+    else:
         why = re.search(r"likely cause: (.*?)(?:\. [A-Z]|$)", said)
         text = why[1] if why else verdict[2] if verdict else done.stderr.strip().splitlines()[-1]
         word += f": {text[:220]}".replace("|", "/")
     own = [option.partition("=")[2] or option for option in more if option not in (NO_GRAPHS,)]
-    own = [option for option in own if backend is None or option != backend[1]]
+    if backend and backend[1] != USUAL and backend[1] not in own:
+        own.append(backend[1])
     cells = (
         job,
         ", ".join([plan, *(option.removeprefix("--") for option in own)]),
-        backend[1] if backend else "",
         word,
-        largest[1] if largest else "",
         seconds[1] if seconds else "",
     )
     return f"| {' | '.join(cells)} |"
