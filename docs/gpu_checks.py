@@ -436,35 +436,27 @@ def each_measure(
         (folder / name).write_text(json.dumps(found, indent=1) + "\n")
 
 
-def time_table(plans: Mapping[str, Mapping[str, Any]], measured: Mapping[str, Any]) -> str:
-    """A table of Markdown: a step's milliseconds, measured and planned on each hardware."""
-    rows = [["job", "measured, ms", *(part for name in plans for part in (name, "error"))]]
-    for title, found in measured.items():
-        seconds = found.get("seconds")
-        cells = [found["error"] if seconds is None else f"{seconds * 1e3:,.0f}"]
-        for plan in plans.values():
-            planned = plan[title]["seconds"] if seconds and title in plan else None
-            cells += [""] * 2 if planned is None else planned_cells(planned * 1e3, seconds * 1e3)
-        rows.append([title, *cells])
+def table(plans: Mapping[str, Mapping[str, Any]], measured: Mapping[str, Any]) -> str:
+    """A table of Markdown: milliseconds and GiB of a step as measured, and the errors of plans.
+
+    Those of the memory are of the last plan that has the job.
+    """
+    rows = [["job", "measured, ms", *plans, "allocated, GiB", "plan", "reserved, GiB", "plan"]]
+    for title in filter(measured.__contains__, MEASURES):
+        found = measured[title]
+        of_job = [plan.get(title, {}) for plan in plans.values()]
+        last = [next(filter(None, reversed(of_job)), {})]
+        row = [f"{title}: {found['error']}" if "error" in found else title]
+        for kind, factor, digits, shown in (
+            ("seconds", 1e3, ",.0f", of_job),
+            ("allocated", 1, ".1f", last),
+            ("reserved", 1, ".1f", last),
+        ):
+            value = found.get(kind)
+            row.append("" if value is None else format(value * factor, digits))
+            row += [f"{p[kind] / value - 1:+.1%}" if value and kind in p else "" for p in shown]
+        rows.append(row)
     return as_markdown(rows)
-
-
-def memory_table(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
-    """A table of Markdown: GiB at the peak of a step, measured and planned, of the jobs of both."""
-    kinds = "allocated", "reserved"
-    rows = [["job", *(part for kind in kinds for part in (f"{kind}, GiB", "planned", "error"))]]
-    for title, found in measured.items():
-        if "allocated" in found and title in plan:
-            row = [title]
-            for kind in kinds:
-                cells = planned_cells(plan[title][kind], found[kind], ".1f")
-                row += [f"{found[kind]:.1f}", *cells]
-            rows.append(row)
-    return as_markdown(rows)
-
-
-def planned_cells(planned: float, measured: float, digits: str = ",.0f") -> list[str]:
-    return [format(planned, digits), f"{planned / measured - 1:+.1%}"]
 
 
 def as_markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -491,7 +483,7 @@ def report(folder: Path, done: list[Check]) -> str:
     if measured.exists():
         found = json.loads(measured.read_text())
         plan = json.loads((EVIDENCE / PLANNED).read_text())
-        lines += ["", time_table({"h100": plan}, found), "", memory_table(plan, found)]
+        lines += ["", table({"plan": plan}, found)]
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,6 @@
-"""Makes the pictures of these pages anew, by the commands they show.
+"""Makes the pictures of these pages anew, by the commands that they or pictures.sh show.
 
-python docs/make_pictures.py [--runs] [PAGE.md ...]
+python docs/make_pictures.py [--runs] [PAGE ...]
 
 If no pages are named, those of the lab's notes (lab_pictures.py), of features
 (feature_pictures.py), of context parallelism (ring_pictures.py) and of a terminal (differs.svg,
@@ -198,7 +198,10 @@ def main(arguments: Sequence[str]) -> int:
         draw_lab([str(ROOT / "docs" / "images" / "lab")])
         draw_features(ROOT / "docs" / "images" / "features")
         draw_rings(ROOT / "docs" / "images" / "context_parallel")
-    pages = [Path(name) for name in names] or sorted((ROOT / "docs").glob("*.md"))
+    pages = [Path(name) for name in names] or [
+        *sorted((ROOT / "docs").glob("*.md")),
+        ROOT / "docs/pictures.sh",
+    ]
     for page in pages:
         for command in picture_commands(page):
             is_quiet = command[0] != "simulate" or "--quiet" in command

@@ -1,19 +1,28 @@
 """Verifies the jobs and plans of the table in evidence/torchtitan.md, and writes the table.
 
+What it says of each row is in evidence/runs/torchtitan_models.json.
+
 python docs/make_torchtitan.py            # all rows, each in a process of its own
 python docs/make_torchtitan.py gpt_oss    # those whose job has this in its name; others stay
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 PAGE = Path(__file__).with_name("evidence") / "torchtitan.md"
-HEAD = "| job | plan | backend | verdict | largest difference | seconds |"
-RULE = "| --- | --- | --- | --- | --- | --- |"
+ROWS_OF = PAGE.with_name("runs") / "torchtitan_models.json"
+HEAD = "| job | plans | verdict |\n| --- | --- | --- |\n"
+AGREES = "agrees to "
+USUAL = "spmd_types"
+"""The backend that no row names."""
 
 DEGREES = {
     "tp": "tensor_parallel",
@@ -59,22 +68,34 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
 
 
 def main(chosen: str = "") -> None:
-    table = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    known = dict(zip(ROWS, table[table.index(HEAD) + 2 :], strict=False)) if HEAD in table else {}
-    lines = []
-    for row in ROWS:
-        line = known.get(row)
-        if chosen in " ".join((row[0], row[1], *row[2])) or line is None:
-            line = verified(*row)
-            print(line, flush=True)
-        lines.append(line)
+    known = json.loads(ROWS_OF.read_text())
+    found = []
+    for row, before in zip_longest(ROWS, known[: len(ROWS)]):
+        if before is None or chosen in " ".join((row[0], row[1], *row[2])):
+            before = verified(*row)
+            print(before, flush=True)
+        found.append(before)
+    ROWS_OF.write_text(json.dumps(found, indent=1) + "\n")
     begin, _, rest = PAGE.read_text().partition(HEAD)
-    after = rest.partition("\n\n")[2]
-    PAGE.write_text("\n".join([begin + HEAD, RULE, *lines, "", after]))
+    PAGE.write_text(begin + HEAD + "\n".join(table(found)) + "\n\n" + rest.partition("\n\n")[2])
 
 
-def verified(job: str, plan: str, more: tuple[str, ...]) -> str:
-    """A row of the table."""
+def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A row for the plans of each job that agree, and one for each other plan."""
+    agreeing: dict[str, list[Mapping[str, Any]]] = {}
+    for one in found:
+        if one["verdict"].startswith(AGREES):
+            agreeing.setdefault(one["job"], []).append(one)
+    for job, plans in agreeing.items():
+        largest = max((one["verdict"].removeprefix(AGREES) for one in plans), key=float)
+        yield f"| {job} | {'; '.join(one['plan'] for one in plans)} | {AGREES}{largest} |"
+    for one in found:
+        if not one["verdict"].startswith(AGREES):
+            yield f"| {one['job']} | {one['plan']} | {one['verdict']} |"
+
+
+def verified(job: str, plan: str, more: tuple[str, ...]) -> dict[str, Any]:
+    """What verify says of a job under a plan."""
     pairs = (part.split() for part in plan.split(" x "))
     degrees = [f"--parallelism.{DEGREES[axis]}_degree={degree}" for axis, degree in pairs]
     command = [sys.executable, "-m", "titanlite.cli", "verify", f"torchtitan:{job}"]
@@ -85,21 +106,21 @@ def verified(job: str, plan: str, more: tuple[str, ...]) -> str:
     largest = re.search(r"max difference (\S+),", said)
     seconds = re.search(r"\((\d+)\.\d s\)", said)
     word = verdict[1].lower() if verdict else "is refused"
-    if word != "agrees":
+    if word == "agrees":
+        word = AGREES + (largest[1] if largest else "0")
+    else:
         why = re.search(r"likely cause: (.*?)(?:\. [A-Z]|$)", said)
         text = why[1] if why else verdict[2] if verdict else done.stderr.strip().splitlines()[-1]
         word += f": {text[:220]}".replace("|", "/")
     own = [option.partition("=")[2] or option for option in more if option not in (NO_GRAPHS,)]
-    own = [option for option in own if backend is None or option != backend[1]]
-    cells = (
-        job,
-        ", ".join([plan, *(option.removeprefix("--") for option in own)]),
-        backend[1] if backend else "",
-        word,
-        largest[1] if largest else "",
-        seconds[1] if seconds else "",
-    )
-    return f"| {' | '.join(cells)} |"
+    if backend and backend[1] != USUAL and backend[1] not in own:
+        own.append(backend[1])
+    return {
+        "job": job,
+        "plan": ", ".join([plan, *(option.removeprefix("--") for option in own)]),
+        "verdict": word,
+        "seconds": int(seconds[1]) if seconds else None,
+    }
 
 
 if __name__ == "__main__":

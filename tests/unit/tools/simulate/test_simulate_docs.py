@@ -15,7 +15,7 @@ picture_commands = runpy.run_path(str(DOCS / "make_pictures.py"))["picture_comma
 
 
 def commands():
-    pages = [*PAGES, "design_parallel.md"]
+    pages = [*PAGES, "pictures.sh"]
     return [command for page in pages for command in picture_commands(DOCS / page)]
 
 
