@@ -101,8 +101,8 @@ class Llama3Config:
         float | None,
         Field(
             gt=0,
-            description="an expert computes at most this many times the mean of the experts' tokens"
-            " in each sequence, and drops the others in training; if not set, none are dropped",
+            description="an expert's most tokens of a sequence, relative to the mean of all experts;"
+            " others are dropped in training; if not set, none",
         ),
     ] = None
 
