@@ -101,8 +101,8 @@ class Llama3Config:
         float | None,
         Field(
             gt=0,
-            description="an expert's most tokens of a sequence, relative to the mean of all experts;"
-            " others are dropped in training; if not set, none",
+            description="in training, an expert takes at most this many times the mean number"
+            " of tokens of a sequence, and drops the others; if not set, it takes all",
         ),
     ] = None
 

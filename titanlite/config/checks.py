@@ -188,8 +188,8 @@ def _sampling(job: Draft) -> Iterator[str]:
 
 @reads(MODEL, "training.seq_len", "training.dataset", "validation.enable", "validation.seq_len")
 def _sequence(job: Draft) -> Iterator[str]:
-    """training.seq_len, if set, is the model's sequence length if that is fixed; validation.seq_len,
-    if set, is the training length."""
+    """training.seq_len is the model's sequence length, if that is fixed, or not set; so is
+    validation.seq_len, with the training length."""
     own, training = job.own_length, job.config.training.seq_len
     if own is not None and training not in (None, own):
         yield (
@@ -268,8 +268,8 @@ def _schedule(job: Draft) -> Iterator[str]:
 
 @reads("optimizer")
 def _optimizer(job: Draft) -> Iterator[str]:
-    """optimizer.momentum is only for SGD, which cannot be "fused": PyTorch's does not support sharded
-    weights."""
+    """optimizer.momentum is only for SGD, which cannot be "fused": PyTorch's fused SGD does not
+    support sharded weights."""
     optimizer = job.config.optimizer
     if optimizer.momentum and optimizer.name != "SGD":
         yield (
