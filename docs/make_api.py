@@ -26,10 +26,8 @@ INTRODUCTION = """\
 # The public names of titanlite
 
 `import titanlite` provides the names of the first list, and the packages with the others, as
-`titanlite.training.Trainer`; each is imported when it is first used. They are stable: other names,
-and members of classes that are not on these pages, may change between versions. The pages are made
-from the docstrings by `python docs/make_api.py`. The keys of a job are in
-[configuration.md](../configuration.md).
+`titanlite.training.Trainer`. They are stable: other names, and members of classes that are not on
+these pages, may change between versions. `python docs/make_api.py` writes the pages.
 """
 PURPOSES = {
     "from_python": "A job",
@@ -86,6 +84,9 @@ MEMBERS = {
         *("group", "rank", "token_rank", "world_size"),
     ),
     "World": ("is_first", "name_places", "set_timeout"),
+    "Place": ("orders",),
+    "Meshes": ("ep", "expert_dp"),
+    "TitanliteError": ("rank",),
     "Batch": ("count_targets", "input", "replace", "rows", "shard", "to"),
 }
 """The members that are public, of classes that have others for titanlite's own use."""

@@ -26,7 +26,7 @@ def markdown() -> str:
     parts = [HEAD]
     for section, members in by_section(live):
         parts.append(f"### [{section}]\n\n{job_sections()[section].__doc__}.\n")
-        parts.append(_table(("key", "default", "what it does"), map(_row, members)))
+        parts.append(_table(("key", "default", "purpose"), map(_row, members)))
         if section == "model":
             parts.append(OF_A_MODEL)
             parts += [_model(spec) for spec in MODELS.values()]
@@ -35,8 +35,8 @@ def markdown() -> str:
     parts.append("\n".join(f"- {_sentence(check.purpose)}" for check in CHECKS) + "\n")
     parts.append("## Where titanlite differs from TorchTitan\n\n### Defaults\n")
     differ = [key for key in live if key.torchtitan not in (..., OWN)]
-    rows = ((f"`{k.name}`", _default(k.default), _default(k.torchtitan)) for k in differ)
-    parts.append(_table(("key", "titanlite", "TorchTitan"), rows))
+    rows = (f"- `{k.name}`: {_default(k.default)}, not {_default(k.torchtitan)}" for k in differ)
+    parts.append("\n".join(rows) + "\n")
     own = ", ".join(f"`{key.name}`" for key in live if key.torchtitan is OWN)
     parts.append(f"### Keys that TorchTitan does not have\n\n{_filled(own)}\n")
     parts.append(f"### Keys that titanlite does not have\n\n{LACKS}")
@@ -67,7 +67,7 @@ torchrun train.py --job.config_file=configs/tp2_fsdp2.toml --training.steps=100
 - Sections, keys and meanings are those of TorchTitan v0.2.2. Its files work after changing the
   model, the data set and the [keys that titanlite lacks](#keys-that-titanlite-does-not-have).
 - A run may be shorter than its warm-up. As in TorchTitan, the warm-up is cut to `training.steps`
-  first, then the decay to the steps that are left. The startup output shows both.
+  first, then the decay to the steps that are left.
 - Types are not converted: `steps = "10"`, `steps = 10.0` and `steps = true` are refused. An integer
   is accepted as a number.
 - All mistakes in a job are reported together, before torch is imported and any process starts, one
@@ -80,7 +80,7 @@ torchrun train.py --job.config_file=configs/tp2_fsdp2.toml --training.steps=100
 
 ## Keys
 
-A key with a type (*int*) in place of a default is not set unless you set it.
+A type (*int*) in place of a default says that the key is not set.
 """
 
 OF_A_MODEL = """\
@@ -96,7 +96,7 @@ core and one per 150 MB of memory are started, and none if the parameters, gradi
 state of ranks on CPU exceed the machine's memory; `job.max_local_ranks` and
 `job.max_local_memory_gb` set other limits.
 
-These rules are checked when the job is read, or as soon as the number of ranks is known:
+Checked when the job is read, or as soon as the number of ranks is known:
 """
 
 LACKS = """\
@@ -127,7 +127,7 @@ def _model(spec: ModelSpec) -> str:
     for key in values:
         cell = _default(None if key in columns else usual[key], key)
         rows.append((f"`{key.leaf}`", cell, _text(key)))
-    text = f"#### {spec.name}\n\n" + _table(("key", "value", "what it is"), rows)
+    text = f"#### {spec.name}\n\n" + _table(("key", "value", "meaning"), rows)
     if not columns:
         return text
     lines, also = [["flavor", *(key.leaf for key in columns)]], [""]

@@ -87,7 +87,7 @@ def _split(job: Draft) -> Iterator[str]:
 
 @reads("training.dataset", "training.dataset_path")
 def _source(job: Draft) -> Iterator[str]:
-    """The training data set exists; dataset_path is set for data on disk, and for no other data."""
+    """The training data set exists; dataset_path is set for data on disk only."""
     training = job.config.training
     yield from source_problems("training", training.dataset, training.dataset_path)
 
@@ -188,8 +188,8 @@ def _sampling(job: Draft) -> Iterator[str]:
 
 @reads(MODEL, "training.seq_len", "training.dataset", "validation.enable", "validation.seq_len")
 def _sequence(job: Draft) -> Iterator[str]:
-    """training.seq_len is the model's sequence length, if that is fixed, or not set; so is
-    validation.seq_len, with the training length."""
+    """If the model has a fixed sequence length, training.seq_len is that or not set;
+    validation.seq_len is the training length or not set."""
     own, training = job.own_length, job.config.training.seq_len
     if own is not None and training not in (None, own):
         yield (

@@ -90,9 +90,8 @@ def parse_args(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
     """The job that the command line `argv` describes, checked as far as possible without ranks.
 
     `argv`, without the program's name, has `--job.config_file=F` and `--section.key=value`, which
-    overrides the file's keys. Without a file, a job has all defaults, unless `needs_file`, an
-    example of a command with a file, is given: then the ConfigError for a missing file shows it.
-    Raises ConfigError with one line for each mistake.
+    overrides the file's keys. Without a file, a job has all defaults, unless `needs_file` asks for
+    one: an example of a command, for the error. Raises ConfigError with one line for each mistake.
     """
     return checked(read_job(argv, needs_file=needs_file))
 

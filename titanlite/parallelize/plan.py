@@ -26,19 +26,17 @@ class ParallelPlan:
     a name. `loss_parallel` overrides its entries if the logits are sharded over the vocabulary.
     `blocks` names the container of the repeated blocks, which are checkpointed, compiled and
     sharded one by one; None if there are none. `embeddings` and `head` name the modules before and
-    after the blocks; each group is one FSDP unit. `attention` is the name, within a block, of the
-    module that takes q, k and v, causal if `is_causal`. `sequence_dim` is the dimension along which
-    TP shards the activations between blocks; None if they are replicated (no sequence parallelism).
-    In a pipeline stage, the modules of other stages are None, or not in the list of blocks
-    (split_model): if the model's own forward cannot skip those, `stage_forward(stage, x, ...)` is
-    that of a stage. `is_derived` says that nobody wrote the plan: it has only the blocks that
-    derive_plan has found.
+    after them; each group is one FSDP unit. `attention` is the name, within a block, of the module
+    that takes q, k and v, causal if `is_causal`. `sequence_dim` is the dimension along which TP
+    shards the activations between blocks; None if they are replicated. In a pipeline stage, the
+    modules of other stages are None, or not in the list of blocks (split_model): if the model's own
+    forward cannot skip those, `stage_forward(stage, x, ...)` is that of a stage. `is_derived`:
+    nobody wrote the plan; it has only the blocks that derive_plan has found.
 
-    Parameters without a style are trained under tensor parallelism, too (apply_tp). If it takes the
-    wrong way for one, such patterns name it: `partial_gradients`, if each rank's gradient is a part
-    of the sum over the tensor axis, and `whole_gradients`, if it is complete. `local_buffers` names
-    persistent buffers that may differ between ranks with different data, such as a moving average
-    of activations.
+    For parameters without a style (apply_tp), patterns can say what each rank's gradient is:
+    `partial_gradients`, a part of the sum over the tensor axis; `whole_gradients`, complete.
+    `local_buffers` names persistent buffers that may differ between ranks with different data, such
+    as a moving average of activations.
     """
 
     tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)

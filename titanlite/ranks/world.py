@@ -130,8 +130,8 @@ def open_world(
     If ranks wait for each other for too long, or a rank is lost, the run ends with a report, and
     LostWorldError is raised here. For local ranks the report is the launcher's RankError; otherwise
     it is printed on stderr. The flight recorders keep `trace_buf_size` collectives, and are written
-    to `traces`. `describe_place` returns the mesh coordinates of a rank; if `World.name_places`
-    sets it later, a report lacks those of ranks that never joined.
+    to `traces`. `describe_place` returns the mesh coordinates of a rank for reports;
+    `World.name_places` can set it later.
     """
     if place.is_thread:
         with _open_thread_world(place, device_type, describe_place) as world:

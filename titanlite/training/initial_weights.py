@@ -52,7 +52,7 @@ def initialize(
     not on the plan or the device: they are drawn on the CPU in float32, one full parameter in
     memory at a time (for a GPU, up to MOST_DRAWN bytes). The model can define `init_parameter(name,
     parameter, generator)`; by default, matrices are normal with standard deviation 0.02, vectors
-    one if they are called weight, else zero. A model with buffers sets them in `init_buffers()`.
+    one if they are called weight, else zero. A model sets its buffers in `init_buffers()`.
 
     A tied weight is drawn once, by its first name. A pipeline stage may hold it under a further
     one: give find_tied of the whole model as `tied`.

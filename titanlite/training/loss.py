@@ -53,9 +53,9 @@ def next_token_loss(logits_BTV: Tensor, batch: Batch) -> Tensor:
 def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """The sum of the cross-entropies (nats) at the positions whose target is not IGNORE_INDEX.
 
-    A classifier has logits [B, V] and targets [B]. Computed in at least float32, a few rows of
-    large logits at a time (LARGEST_CHUNK). With logits that are sharded over the vocabulary, the
-    call and its backward pass must be inside `loss_context(True)`.
+    A classifier has logits [B, V] and targets [B]. Computed in at least float32. With logits that
+    are sharded over the vocabulary, the call and its backward pass must be inside
+    `loss_context(True)`.
     """
     dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
     logits, targets = logits_BTV.flatten(0, -2), targets_BT.flatten()

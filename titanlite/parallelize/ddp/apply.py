@@ -27,10 +27,9 @@ class DDPReport:
 def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = False) -> DDPReport:
     """Replicate `model` over the 1-D `replicate_mesh`.
 
-    Gradients are summed, not averaged: the loss is already divided by the number of targets of the
-    whole step. `compiled` enables Dynamo's DDP optimizer, which splits graphs at bucket boundaries,
-    so that reductions overlap with the backward pass of compiled blocks. Raises TitanliteError for
-    an invalid argument; parameters must not be on the "meta" device.
+    Gradients are summed, as by apply_fsdp. `compiled` enables Dynamo's DDP optimizer, with which
+    reductions overlap with the backward pass of compiled blocks. Raises TitanliteError for an
+    invalid argument; parameters must not be on the "meta" device.
     """
     check_model("apply_ddp", model)
     check_mesh("apply_ddp", "replicate_mesh", replicate_mesh)

@@ -63,10 +63,10 @@ def apply_fsdp(
     it computes, and its gradients are reduced afterwards. If embeddings and head share a weight,
     both are one unit, which stays gathered in between. A 1-D `dp_mesh` shards; a 2-D one replicates
     over its first axis and shards over its second (HSDP). With `expert_mesh`, in the same form, the
-    routed experts of each layer are a unit, sharded over it by expert, or by rows if there are
-    fewer experts than ranks. Computation is in `param_dtype` and reduction in `reduce_dtype`, by
-    default the parameter's own. `pin_memory` pins the memory of shards under `cpu_offload`, by
-    default where the device can.
+    routed experts of each layer are a unit, sharded by expert, or by rows if there are fewer
+    experts than ranks. Computation is in `param_dtype` and reduction in `reduce_dtype`, by default
+    the parameter's own. `pin_memory` pins the memory of shards under `cpu_offload`, by default
+    where the device can.
 
     `reshard_after_forward` "always" frees a unit after its forward pass, "never" keeps it for the
     backward pass. "default" frees all but the head and the last block, which the backward pass

@@ -292,13 +292,12 @@ class PipelineRunner:
 
     `parts` maps stages to this rank's parallelized modules. `plain_parts` are the modules of all
     stages as split_model returns them, on the "meta" device; they give the shapes of the
-    activations between stages, which have dtype `dtype` and are sharded `num_shards` ways along
-    `sequence_dim`, or replicated if that is None. `example` is one of this rank's microbatches;
-    only its shapes and dtypes are used. A batch has `schedule.num_microbatches` microbatches.
-    PyTorch's schedule class named `schedule.name` is used; without one, or with `from_table`,
-    PyTorch's general runtime executes the actions of `schedule`. `tied` is find_tied of the whole
-    model. If stages share parameters, the caller must call `copies.sum_gradients()` after the last
-    batch of a step.
+    activations between stages, of dtype `dtype`, sharded `num_shards` ways along `sequence_dim`, or
+    replicated if that is None. `example` is one of this rank's microbatches; only its shapes and
+    dtypes are used. A batch has `schedule.num_microbatches` microbatches. PyTorch's schedule class
+    named `schedule.name` is used; without one, or with `from_table`, PyTorch's general runtime
+    executes `schedule`. `tied` is find_tied of the whole model. If stages share parameters, the
+    caller must call `copies.sum_gradients()` after the last batch of a step.
     """
 
     def __init__(

@@ -69,11 +69,10 @@ def apply_tp(
     P2P messages that overlap with the matrix product (async TP).
 
     An embedding table with fewer rows than ranks is replicated, because FSDP2 refuses an empty
-    shard. A tied weight is distributed once, and all its names keep one DTensor.
-
-    A trained parameter without a style stays replicated. Inside a block whose sequence is sharded,
-    its gradient is a part of a sum, and is marked for GradientSums (gradient_sums.py), as are those
-    that the plan names in `partial_gradients`. Any other is taken to be whole on each rank.
+    shard. A tied weight keeps one DTensor. A trained parameter without a style stays replicated.
+    Inside a block whose sequence is sharded, its gradient is a part of a sum, and is marked for
+    GradientSums (gradient_sums.py), as are those that the plan names in `partial_gradients`. Any
+    other is taken to be whole on each rank.
 
     Raises TitanliteError for an invalid argument, for a tied weight with different placements, and
     for a module without a style that mixes the tokens of a sharded sequence.

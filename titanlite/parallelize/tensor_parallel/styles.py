@@ -66,8 +66,8 @@ class GatherColwise(RingStyle):
     The module passes the first argument of its forward to its children `layers`, and uses it for
     nothing else. Input: this argument's local shard along `dim`, which is all-gathered in the
     forward pass; its gradient is reduce-scattered. Output of each layer: the local shard of the
-    last dimension. The layers run as one matrix product, because each shard alone is too narrow to
-    be fast; those with a method `product`, such as float8 layers, run one by one.
+    last dimension. The layers run as one matrix product; those with a method `product`, such as
+    float8 layers, run one by one.
     """
 
     def __init__(self, dim: int, *layers: str) -> None:

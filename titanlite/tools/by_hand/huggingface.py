@@ -41,7 +41,7 @@ def save_hf(
     Every rank of the model's process group must call this: DTensors are gathered one by one, and
     rank 0 writes files of up to `shard_bytes`, one at a time in memory. `dtype` is by default that
     of the parameters. Tokenizer files and generation settings are copied from `like`, another such
-    folder. When it returns, the folder is complete on rank 0's file system.
+    folder. On return, the folder is complete on rank 0's file system.
 
     Raises TitanliteError on every rank if the folder exists, if the model is neither of
     transformers nor registered with a Hugging Face format, if parameters have no values or several

@@ -72,11 +72,10 @@ def verify(
 ) -> VerifyResult:
     """Train a job under its plan and on one process, and compare every step, as `titanlite verify`.
 
-    `job` is a JobConfig, a dict of sections, or the path of a TOML file; `changes` maps keys of it
-    ("parallelism.tensor_parallel_degree") to other values. `shrink` makes layers, widths, sequence
-    and batch as small as the plan allows. `dtype` is "float64", "float32" or "bfloat16". With
-    `replay_routing`, every token goes to the experts of the one process. With `threads`, by default
-    if there are too many ranks for processes, ranks are threads of this process.
+    `job` is what `train` takes; `changes` maps keys of it ("parallelism.tensor_parallel_degree") to
+    other values. `shrink` makes layers, widths, sequence and batch as small as the plan allows.
+    `dtype` is "float64", "float32" or "bfloat16". With `replay_routing`, every token goes to the
+    experts of the one process. `threads` is that of `compare`.
 
     Raises ConfigError with all mistakes of the job, and TitanliteError if it does not run on one
     process; an exception of a rank is part of the result.

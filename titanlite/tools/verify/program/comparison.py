@@ -64,38 +64,37 @@ def compare(
     axes, or only "world".
 
     batches: the global batch of each step: tensors in dicts, tuples or lists.
-    loss: (model, batch) -> a scalar tensor; called on the reference and, if neither `step` nor
-        `parallel_loss` is given, on the ranks.
+    loss: (model, batch) -> a scalar tensor; for the reference and, without `step` and
+        `parallel_loss`, for the ranks.
     parallel_loss: the same for the ranks alone, such as a loss of vocabulary shards.
-    split: how a rank gets its part of a batch. None: it gets all of it. The name of an axis:
-        dimension 0 of every tensor is cut into equal parts over it. A dict from axis to dimension:
-        other dimensions are. A function (batch, mesh) -> the part, of plain tensors or DTensors.
+    split: how a rank gets its part of a batch. None: all of it. An axis: dimension 0 of every
+        tensor is cut into equal parts over it. A dict from axis to dimension: other dimensions are.
+        A function (batch, mesh) -> the part, of plain tensors or DTensors.
     step: (built, part) -> the loss or None, where `built` is what `parallel` returned. It runs a
-        rank's forward and backward passes itself.
-    microbatches: how many forward passes `step` makes with gradients, each with an equal part of
+        rank's forward and backward passes.
+    microbatches: how many forward passes with gradients `step` makes, each with an equal part of
         the rank's rows; by default, as many as are seen.
     optimizer: (parameters) -> the optimizer of either side; by default AdamW with lr 1e-3.
     clip: (model) -> the norm of the gradients, which it clips; called on both sides before each
         optimizer step.
     shard: (name) -> how a rank's tensor is cut from the reference's. None: it is not. (dim, axis):
         into equal chunks over the mesh axis. (dim, index, count): chunk `index` of `count`. Or a
-        list of such tuples, or a function from the whole tensor to the rank's part. Not needed for
+        list of such tuples, or a function from the whole tensor to the part. Not needed for
         DTensors, nor if one dimension is 1/n of the reference's and only one axis has degree n.
     rename: a function or dict from the parallel code's name of a parameter or module, without
-        prefixes of DDP, FSDP1, torch.compile and checkpoint wrappers, to that of the reference.
+        prefixes of DDP, FSDP1, torch.compile and checkpoint wrappers, to the reference's.
     copy_weights: start from the reference's weights instead of comparing the starting values.
-    leave_out: names or patterns ("*.counts") of the reference's parameters, buffers and modules
-        that are not compared.
+    leave_out: names or patterns ("*.counts") of what is not compared of the reference.
     modules: whether forward hooks record what modules receive and return.
-    dtype: "float64", "float32" or "bfloat16", torch's default dtype while the functions run.
+    dtype: "float64", "float32" or "bfloat16", torch's default while the functions run.
     tolerance: the largest relative difference that counts as agreement, or "sensitivity": as much
         as rounding moves the reference. docs/compare.md has the default.
-    seed: of torch.manual_seed before `reference` and before `parallel` is called; None: none.
+    seed: of torch.manual_seed before `reference` and before `parallel`; None: none.
     timeout_seconds: how long the ranks may take altogether.
     max_ranks: the most ranks to start; by default as the machine's cores and memory allow.
     threads: whether the ranks are threads of this process: up to 4,096, without a timeout; a
         breakpoint stops all of them, and what the functions change in the process stays changed. By
-        default, they are if there are too many for processes.
+        default, if there are too many for processes.
 
     Raises ConfigError for a mistake in the arguments and TitanliteError if the reference does not
     run. An exception on a rank is part of the result.
