@@ -127,9 +127,9 @@ def _model(spec: ModelSpec) -> str:
     for key in values:
         cell = _default(None if key in columns else usual[key], key)
         rows.append((f"`{key.leaf}`", cell, _text(key)))
-    text = f"#### {spec.name}\n\n" + _table(("key", "value", "meaning"), rows)
+    head = f"#### {spec.name}\n\n" + _table(("key", "value", "meaning"), rows)
     if not columns:
-        return text
+        return head
     lines, also = [["flavor", *(key.leaf for key in columns)]], [""]
     for at, name in enumerate(flavors):
         cells = ["-" if (value := values[key][at]) is None else show(value) for key in columns]
@@ -140,9 +140,13 @@ def _model(spec: ModelSpec) -> str:
     indent = " " * (widths[0] + 2)
     shown = []
     for line, others in zip(lines, also, strict=True):
-        shown.append("  ".join(map(str.ljust, line, widths)).rstrip())
-        shown += textwrap.wrap(others, 100, initial_indent=indent, subsequent_indent=indent)
-    return "\n".join([text, "```", *shown, "```\n"])
+        text = "  ".join(map(str.ljust, line, widths))
+        if len(text) + len(others) <= 98:
+            shown.append(f"{text}  {others}".rstrip())
+        else:
+            shown.append(text.rstrip())
+            shown += textwrap.wrap(others, 100, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join([head, "```", *shown, "```\n"])
 
 
 def _row(key: Key) -> tuple[str, ...]:
