@@ -61,8 +61,8 @@ def apply_float8(
     `token_mesh`), and those with other features of the layer (the 1-D `tp_mesh`). With `emulate`,
     the device's float8 units are not used; `has_units` says whether it has any.
 
-    Raises TitanliteError if no layer of `model`, or of the `whole` of which it is a pipeline stage,
-    can be converted.
+    Raises TitanliteError if no layer can be converted; for a pipeline stage, if none of the `whole`
+    model can.
     """
     chosen, skipped = choose_layers(model, recipe, filter_fqns)
     if not chosen and (whole is None or not choose_layers(whole, recipe, filter_fqns)[0]):

@@ -84,7 +84,8 @@ def compare(
     rename: a function or dict from the parallel code's name of a parameter or module, without
         prefixes of DDP, FSDP1, torch.compile and checkpoint wrappers, to the reference's.
     copy_weights: start from the reference's weights instead of comparing the starting values.
-    leave_out: names or patterns ("*.counts") of what is not compared of the reference.
+    leave_out: names or patterns ("*.counts") of the reference's parameters, buffers and modules to
+        leave out.
     modules: whether forward hooks record what modules receive and return.
     dtype: "float64", "float32" or "bfloat16", torch's default while the functions run.
     tolerance: the largest relative difference that counts as agreement, or "sensitivity": as much
