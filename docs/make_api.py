@@ -26,10 +26,72 @@ INTRODUCTION = """\
 # The public names of titanlite
 
 `import titanlite` provides the names of the first list, and the packages with the others, as
-`titanlite.training.Trainer`; each is imported when it is first used. They are stable: other names
-may change between versions. These pages are generated from the docstrings by
-`python docs/make_api.py`. The keys of a job's TOML are in [configuration.md](../configuration.md).
+`titanlite.training.Trainer`. They are stable: other names, and members of classes that are not on
+these pages, may change between versions. `python docs/make_api.py` writes the pages.
 """
+PURPOSES = {
+    "from_python": "A job",
+    "config": "Its configuration",
+    "register": "Your own model, data, loss",
+    "parallelize": "A model, made parallel by hand",
+    "tools.by_hand.checkpoints": "Checkpoints",
+    "ranks.launch": "Local ranks",
+    "errors": "Errors",
+}
+"""What a group of names is for; the modules after one without a purpose belong to its group."""
+GUIDES = {
+    "train": "own_model.md",
+    "verify": "verify.md",
+    "plan": "own_model.md",
+    "compare": "compare.md",
+    "assert_equivalent": "compare.md",
+    "register_model": "own_model.md",
+    "register_dataset": "data.md",
+    "register_loss": "losses.md",
+    "register_metric": "own_model.md",
+    "ParallelPlan": "own_model.md",
+    "apply_tp": "by_hand.md",
+    "apply_cp": "by_hand.md",
+    "apply_ac": "by_hand.md",
+    "apply_fsdp": "by_hand.md",
+    "save_checkpoint": "by_hand.md",
+    "load_checkpoint": "by_hand.md",
+    "save_hf": "huggingface.md",
+    "load_hf": "huggingface.md",
+    "spawn": "by_hand.md",
+    "open_world": "by_hand.md",
+}
+"""A page with an example of a name."""
+EXAMPLES = {
+    "JobConfig": 'job = titanlite.JobConfig.from_dict({"training": {"steps": 100}})',
+    "load_config": 'job = titanlite.load_config("configs/tp2_fsdp2.toml", {"training.steps": 100})',
+    "parse_args": 'job = titanlite.parse_args(["--training.steps=100"])',
+    "apply_float8": 'titanlite.apply_float8(model, "rowwise", filter_fqns=["output"])',
+    "apply_ep": "titanlite.apply_ep(model, meshes.ep, tp_mesh=meshes.tp, cp_mesh=meshes.cp)",
+    "apply_compile": 'titanlite.apply_compile(model, backend="eager")',
+    "apply_ddp": "titanlite.apply_ddp(model, meshes.dp)",
+    "TitanliteError": "try: ...\nexcept titanlite.TitanliteError as error: print(error)",
+    "ConfigError": "try: ...\nexcept titanlite.ConfigError as error: print(error.problems)",
+    "RankError": "try: ...\nexcept titanlite.RankError as error: print(error.rank, error.message)",
+}
+"""An example of a name that no page has."""
+MEMBERS = {
+    "JobConfig": ("from_dict",),
+    "Comparison": ("name", "losses", "check"),
+    "Layout": ("num_local", "positions", "shard", "unshard"),
+    "ParallelDims": (
+        *("axes_in_use", "coordinates", "counts_loss", "data_rank", "degree_of", "degrees", "dp"),
+        *("group", "rank", "token_rank", "world_size"),
+    ),
+    "World": ("is_first", "name_places", "set_timeout"),
+    "Place": ("orders",),
+    "Meshes": ("ep", "expert_dp"),
+    "TitanliteError": ("rank",),
+    "Batch": ("count_targets", "input", "replace", "rows", "shard", "to"),
+}
+"""The members that are public, of classes that have others for titanlite's own use."""
+RESULTS = {"TrainResult", "Event", "PlanResult", "VerifyResult", "Comparison"}
+"""What titanlite makes and a program only reads."""
 PACKAGES = {
     "titanlite": titanlite.PUBLIC,
     "titanlite.callbacks": {"": ("TrainResult", "Event")},
@@ -58,41 +120,51 @@ def pages() -> dict[str, str]:
         file = f"{package.rpartition('.')[2]}.md"
         entries = [f"# {package}\n"]
         listed.append(f"## [{package}]({file})\n")
+        groups: dict[str, list[str]] = {"": []}
         for module, names in modules_of.items():
             home = f"{package}.{module}" if module else package
+            if package == "titanlite" and module in PURPOSES:
+                groups[PURPOSES[module]] = []
+            links = list(groups.values())[-1]
             for name in names:
                 if name in known:
                     continue
                 known.add(name)
                 thing = getattr(importlib.import_module(package), name)
                 entries.append("\n".join([*entry(name, home, thing), ""]))
-                listed.append(f"- [{name}]({file}#{name.lower()}): {first_line(thing)}")
+                links.append(f"[{name}]({file}#{name.lower()})")
+        for purpose, links in groups.items():
+            if links:
+                text = f"- {purpose}: {', '.join(links)}" if purpose else ", ".join(links)
+                listed.append(textwrap.fill(text, 100, subsequent_indent="  " * bool(purpose)))
         listed.append("")
         found[file] = "\n".join(entries)
     return {"README.md": "\n".join(listed).rstrip() + "\n", **found}
 
 
-def first_line(thing: Any) -> str:
-    """What a thing is, in one line: the first sentence of its docstring, or its type."""
-    if not callable(thing):
-        return f"a `{type(thing).__name__}`"
-    return one_paragraph(thing).split(". ")[0].rstrip(".")
-
-
 def entry(name: str, module: str, thing: Any) -> list[str]:
     """The lines of one name."""
-    lines = [f"## {name}", f"`{module}`", ""]
+    example = f" ([example](../{GUIDES[name]}))" if name in GUIDES else ""
+    lines = [f"## {name}", f"`{module}`{example}", ""]
     if not callable(thing):
         tree = ast.parse(inspect.getsource(importlib.import_module(module)))
         return [*lines, f"A `{type(thing).__name__}`. {strings_under(tree.body)[name]}"]
-    lines += ["```python", *declared(name, thing), "```", "", documented(thing)]
+    if name not in RESULTS:
+        code = [*declared(name, thing), *EXAMPLES.get(name, "").splitlines()]
+        lines += ["```python", *code, "```", ""]
+    lines.append(documented(thing))
     if not inspect.isclass(thing):
         return lines
-    members = [f"- **`{field}`**: {text}" for field, text in documented_fields(thing).items()]
+    fields = {
+        field: text
+        for field, text in documented_fields(thing).items()
+        if field in MEMBERS.get(name, (field,))
+    }
+    members = [f"- **`{field}`**: {text}" for field, text in fields.items()]
     # A ParallelDims is a grid of ranks; what other classes inherit is not titanlite's.
     own = {**vars(Grid), **vars(thing)} if issubclass(thing, Grid) else vars(thing)
     for member, value in inspect.getmembers_static(thing):
-        if member.startswith("_") or member not in own:
+        if member.startswith("_") or member not in own or member not in MEMBERS.get(name, own):
             continue
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
         if isinstance(value, property) and inspect.getdoc(value):
@@ -147,7 +219,7 @@ def plain(annotation: Any) -> str:
     """An annotation or a parameter: quotes around annotations removed, objects as `...`."""
     text = annotation.__name__ if inspect.isclass(annotation) else str(annotation)
     before, equals, default = text.partition(" = ")
-    before = re.sub(r"(?:\w+\.)+(?=\w)", "", before.replace("'", ""))
+    before = re.sub(r"""^(\S+: )?(['"])(.*)\2$""", r"\1\3", re.sub(r"(?:\w+\.)+(?=\w)", "", before))
     return f"{before}{equals}{'...' if default.startswith('<') else default}"
 
 

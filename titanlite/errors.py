@@ -45,10 +45,7 @@ class NonFiniteError(TitanliteError):
 
 
 class RankError(TitanliteError):
-    """A rank failed, died or timed out.
-
-    Has the number of the rank as `rank`, a `message`, and its traceback as `rank_traceback`.
-    """
+    """A rank failed, died or timed out: its number, what happened, and its traceback."""
 
     def __init__(self, rank: int, message: str, rank_traceback: str = "") -> None:
         super().__init__(rank, message, rank_traceback)

@@ -28,14 +28,13 @@ def train(
 ) -> TrainResult:
     """Train a job as `python train.py` does; returns its losses, gradient norms and metrics.
 
-    `config` is a JobConfig, a dict of sections, or the path of a TOML file. The job can use models,
-    data sets, losses and metrics that the calling script has registered. Every rank calls the
-    callbacks with an Event: after each step, after its validation, after each checkpoint that is
-    complete, and at the end of the run. With `threads`, the ranks are threads of this process, as
-    with comm.mode = "threads": a breakpoint stops all of them.
+    `config` is a JobConfig, a dict of sections, or the path of a TOML file. The job can use
+    whatever the calling script has registered. Every rank calls the callbacks with an Event: after
+    each step, after its validation, after each complete checkpoint, and at the end. With `threads`,
+    the ranks are threads of this process, so a breakpoint stops all of them. Under torchrun every
+    process calls this, and each gets the same result.
 
-    Under torchrun every process calls this, and each gets the same result. Raises ConfigError with
-    all mistakes of the job, and RankError if a rank or a callback fails.
+    Raises ConfigError with all mistakes of the job, and RankError if a rank or a callback fails.
     """
     place = torchrun_place()
     world = None if place is None or place.world_size == 1 else place

@@ -43,10 +43,10 @@ def register_dataset(name: str, build: str | Callable[..., Dataset], **details: 
 
     `build(model=..., seq_len=..., split=..., seed=..., path=..., path_key=...)` returns a Dataset
     of samples of `seq_len` tokens, for a model with configuration `model`. `split` is "train" or
-    "validation". `path` is the folder of its files, and `path_key` the name of the key that set it:
-    if files are missing or damaged, `build` raises a ConfigError that names `path_key`. `details`
-    are the other fields of DatasetSpec (titanlite/data/spec.py) besides `name` and `build`, such as
-    `has_tokens` and `fields`. Raises ValueError if a different data set has that name.
+    "validation". `path` is the folder of its files, and `path_key` the key that set it, which the
+    ConfigError for missing or damaged files names. `details` are other fields of DatasetSpec
+    (titanlite/data/spec.py), such as `has_tokens` and `fields`. Raises ValueError if a different
+    data set has that name.
     """
     details.setdefault("description", name)
     DATASETS.add(DatasetSpec(name=name, build=build, **details))
@@ -63,14 +63,13 @@ def register_loss(
 
     `total(outputs, batch)` is the sum of the losses of a batch, a scalar tensor, and `count(batch)`
     is the number of its terms, by default the targets that are not -100. The step divides by the
-    count of the whole global batch, so microbatches and ranks may have different counts.
+    count of the whole global batch.
 
-    The loss of a sample must not depend on the other samples, because each rank and microbatch has
-    only some of them, unless `over` is "batch". Then `total` gets the outputs and fields of the
-    global batch, gathered over the data-parallel ranks, and gradients flow back to the rank of each
-    sample (docs/losses.md). Such a job can neither accumulate gradients nor cut its batch into the
-    microbatches of a pipeline. Raises ValueError for another `over`, and if a different loss has
-    that name.
+    The loss of a sample must not depend on other samples, of which other ranks and microbatches may
+    have some, unless `over` is "batch". Then `total` gets the outputs and fields of the global
+    batch, gathered over the data-parallel ranks, and gradients flow back (docs/losses.md). Such a
+    job can neither accumulate gradients nor cut its batch into microbatches. Raises ValueError for
+    another `over`, and if a different loss has that name.
     """
     if over not in ("samples", "batch"):
         raise ValueError(f'over: {over!r} is not one of its values; give "samples" or "batch"')
@@ -80,11 +79,10 @@ def register_loss(
 def register_metric(name: str, function: str | Callable[..., Any]) -> None:
     """Register a metric, for `validation.metrics = ["name"]`.
 
-    `function(outputs, batch)` returns (sum, count) for a batch, as numbers or scalar tensors. The
-    value is the sum over the whole validation set divided by the count over the set. Targets of
-    -100 must not be counted: if the last batch is not full, it is filled with copies of the last
-    sample, and all targets of these copies are -100. Sharded logits are gathered before the call.
-    Raises ValueError if a different metric has that name, and for the name "loss".
+    `function(outputs, batch)` returns (sum, count) for a batch, as numbers or scalar tensors; the
+    metric is sum / count over the whole validation set. Targets of -100 must not be counted: copies
+    of the last sample, which fill the last batch, have no others. Sharded logits are gathered
+    before the call. Raises ValueError if a different metric has that name, and for the name "loss".
     """
     if name == "loss":
         raise ValueError('"loss" is the validation loss; give the metric another name')

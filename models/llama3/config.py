@@ -101,8 +101,8 @@ class Llama3Config:
         float | None,
         Field(
             gt=0,
-            description="an expert computes at most this many times the mean of the experts' tokens"
-            " in each sequence, and drops the others in training; if not set, none are dropped",
+            description="in training, an expert takes at most this many times the mean number"
+            " of tokens of a sequence, and drops the others; if not set, it takes all",
         ),
     ] = None
 

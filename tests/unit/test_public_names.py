@@ -1,6 +1,7 @@
 """The public names: docs/api lists them, and importing titanlite stays light."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,10 @@ def test_docs_list_the_public_names() -> None:
     assert written == json.loads(made), "run: python docs/make_api.py"
     for name in titanlite.__all__:
         assert sum(text.count(f"\n## {name}\n") for text in written.values()) == 1
-        assert f"\n- [{name}](titanlite.md" in written["README.md"]
+        assert f"[{name}](titanlite.md#{name.lower()})" in written["README.md"]
+        entry = written["titanlite.md"].partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        (page,) = re.findall(r"\(\[example\]\(../(.*?)\)\)", entry) or [""]
+        assert f"{name}(" in (folder / page).read_text() if page else f"titanlite.{name}" in entry
 
 
 def test_every_public_name_is_in_one_place() -> None:

@@ -79,15 +79,15 @@ def _recorder(job: Draft) -> Iterator[str]:
 
 @reads(MODEL, "parallelism.tensor_parallel_degree")
 def _split(job: Draft) -> Iterator[str]:
-    """The model's sizes fit together, and the tensor parallel degree divides the heads, the key and
-    value heads, the SwiGLU's hidden width and the tokens, and is at most the vocabulary size."""
+    """The model's sizes fit together; the TP degree divides the heads, the key and value heads, the
+    SwiGLU's width and the tokens, and is at most the vocabulary size."""
     for key, message in job.misfits:
         yield f"{key}: {message}"
 
 
 @reads("training.dataset", "training.dataset_path")
 def _source(job: Draft) -> Iterator[str]:
-    """The training data set exists; dataset_path is set for data on disk, and for no other data."""
+    """The training data set exists; dataset_path is set for data on disk only."""
     training = job.config.training
     yield from source_problems("training", training.dataset, training.dataset_path)
 
@@ -130,15 +130,15 @@ DATA_KEYS = ("training.dataset", "training.attend_across_documents", "model.hf_a
 
 @reads(MODEL, *DATA_KEYS)
 def _data(job: Draft) -> Iterator[str]:
-    """The training data has the sequence length and token values that the model takes, the
-    tokenizer can be read, and only text is split at documents."""
+    """The training data fits the model's sequence length and vocabulary, the tokenizer can be read,
+    and only text is split at documents."""
     dataset = job.config.training.dataset
     yield from fit_problems("training", dataset, job.config, job.model, job.seq_len)
 
 
 @reads(MODEL, "validation", *DATA_KEYS)
 def _validation_data(job: Draft) -> Iterator[str]:
-    """The validation data has them too, and the same fields and loss as the training data."""
+    """So does the validation data, which has the fields and the loss of the training data."""
     config, dataset = job.config, job.config.validation_dataset
     if config.validation.enable and dataset != config.training.dataset:
         yield from fit_problems("validation", dataset, config, job.model, job.seq_len)
@@ -188,8 +188,8 @@ def _sampling(job: Draft) -> Iterator[str]:
 
 @reads(MODEL, "training.seq_len", "training.dataset", "validation.enable", "validation.seq_len")
 def _sequence(job: Draft) -> Iterator[str]:
-    """If the model has a fixed sequence length, training.seq_len is that length or not set;
-    validation.seq_len, if set, is the training length."""
+    """If the model has a fixed sequence length, training.seq_len is that or not set;
+    validation.seq_len is the training length or not set."""
     own, training = job.own_length, job.config.training.seq_len
     if own is not None and training not in (None, own):
         yield (
@@ -227,8 +227,8 @@ def _batch(job: Draft) -> Iterator[str]:
     *("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"),
 )
 def _batch_loss(job: Draft) -> Iterator[str]:
-    """With a loss over the whole batch, all samples of a step are computed at once, and those of a
-    validation in batches of the same size."""
+    """A loss over the whole batch computes all samples of a step at once, and validates in batches
+    of the same size."""
     name = job.config.training.loss
     if name is None or not is_over_batch(name):
         return
@@ -268,8 +268,8 @@ def _schedule(job: Draft) -> Iterator[str]:
 
 @reads("optimizer")
 def _optimizer(job: Draft) -> Iterator[str]:
-    """optimizer.momentum is only for SGD, and SGD cannot be "fused", because PyTorch's fused SGD
-    does not support sharded weights."""
+    """optimizer.momentum is only for SGD, which cannot be "fused": PyTorch's fused SGD does not
+    support sharded weights."""
     optimizer = job.config.optimizer
     if optimizer.momentum and optimizer.name != "SGD":
         yield (

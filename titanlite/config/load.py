@@ -89,11 +89,9 @@ class Reading:
 def parse_args(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
     """The job that the command line `argv` describes, checked as far as possible without ranks.
 
-    `argv`, without the program's name, has `--job.config_file=F`, which names a TOML file, and
-    `--section.key=value`, which overrides its keys. Without a file, a job has all defaults.
-    `needs_file` is an example of a command that names a file. If it is not empty, a file is
-    required, and the ConfigError for a missing file shows the example. Raises ConfigError with one
-    line for each mistake; the checks that need the number of ranks come later.
+    `argv`, without the program's name, has `--job.config_file=F` and `--section.key=value`, which
+    overrides the file's keys. Without a file, a job has all defaults, unless `needs_file` asks for
+    one: an example of a command, for the error. Raises ConfigError with one line for each mistake.
     """
     return checked(read_job(argv, needs_file=needs_file))
 

@@ -100,7 +100,7 @@ class JobSection(Section):
     )
     max_local_memory_gb: PositiveFloat | None = key(
         None,
-        "limit on the memory of a job's CPU ranks on this machine; if not set, its memory and swap",
+        "limit on the memory of CPU ranks on this machine; if not set, its memory and swap",
         torchtitan=OWN,
     )
     custom_config_module: NotYet[str] = key(
@@ -146,7 +146,7 @@ class Metrics(Section):
 
 
 class Model(Section):
-    """The model. The fields of its own configuration are keys of this section too"""
+    """The model, with the keys of its own configuration"""
 
     model_config = ConfigDict(extra="allow")
 
@@ -301,7 +301,7 @@ class Parallelism(
     TensorParallelKeys,
     DataParallelKeys,
 ):
-    """The degree of each parallelism. Their product, without EP, is the number of ranks"""
+    """The degree of each parallelism"""
 
 
 @with_features("quantize.linear")

@@ -16,14 +16,13 @@ class Meshes:
 
     `pp`, `tp` and `cp` are None if that axis has one rank. `dp` is the mesh for FSDP2: 1-D, or 2-D
     to replicate over the first dimension and shard over the second. FSDP2 shards weights over
-    dp_shard and cp together, because the ranks of both axes use the same weights on different
-    tokens. If cp has several ranks, the two are flattened into one dimension, dp_shard_cp.
+    dp_shard and cp together, flattened into dp_shard_cp, because the ranks of both use the same
+    weights on different tokens.
 
-    `experts` is a second mesh of all ranks, for the parameters of experts. Its pp and dp_replicate
-    are those of `world`. The ranks of dp_shard, cp and tp are divided in another way: into the axis
-    efsdp, over which FSDP2 shards each expert, and, if the degree of expert parallelism is above 1,
-    the axis ep, whose ranks hold different experts. `experts` is None if experts are
-    sharded like all other parameters.
+    `experts` is a second mesh of all ranks, for the parameters of experts; None if they are sharded
+    like all others. It has the pp and dp_replicate of `world`. The ranks of dp_shard, cp and tp are
+    divided into the axis efsdp, over which FSDP2 shards each expert, and, under expert parallelism,
+    ep, whose ranks hold different experts.
     """
 
     world: DeviceMesh
@@ -74,12 +73,10 @@ class Meshes:
 def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = False) -> Meshes:
     """Create the process groups of `dims`; every rank must call this.
 
-    Under expert parallelism, experts get a separate mesh. If the model `has_experts`, so they do
-    under tensor parallelism: TP does not shard experts, so FSDP2 shards them over the ranks of tp
-    too.
-
-    Axes of degree 1 have no group, except dp_shard: mixed precision needs FSDP2 even if nothing is
-    sharded, and FSDP2 needs a mesh, even if it has only one rank.
+    Experts get a separate mesh under expert parallelism, and, if the model `has_experts`, under
+    tensor parallelism: TP does not shard them, so FSDP2 shards them over the ranks of tp too. Axes
+    of degree 1 have no group, except dp_shard, because mixed precision needs FSDP2, and FSDP2 a
+    mesh.
     """
     sharded, replicated = (axes_where(weights=kind) for kind in ("sharded", "replicated"))
     axes = [axis for axis in AXES if dims.degrees[axis] > 1 or axis == sharded[0]]

@@ -199,9 +199,9 @@ class Grid:
 class ParallelDims(Grid):
     """The degree of every mesh axis, each at least 1; their product is the number of ranks.
 
-    Each field is a mesh axis, outermost first. TABLE in titanlite/mesh/parallel_dims.py says for
-    each axis how its ranks divide the batch and the weights. `ep` uses the ranks of other axes and
-    does not count in the product.
+    The axes are in order, outermost first. TABLE in titanlite/mesh/parallel_dims.py says how the
+    ranks of each divide the batch and the weights. `ep` uses ranks of other axes and does not count
+    in the product.
     """
 
     pp: int = 1
@@ -315,11 +315,9 @@ class ParallelDims(Grid):
         return self.place_on(axes_where(batch="tokens"), rank)
 
     def counts_loss(self, rank: int) -> bool:
-        """Whether the loss of `rank` is added to the total.
+        """Whether the loss of `rank` is counted: that of one of the ranks with the same tokens.
 
-        Several ranks, such as those of tp, compute the loss of the same tokens; this is true for
-        one of them. It does not depend on the pp coordinate,
-        although in a pipeline only the last stage computes a loss.
+        It does not depend on the pp coordinate, although only the last stage computes a loss.
         """
         position = self.coordinates(rank)
         same = set(axes_where(batch="same")) - set(axes_where(weights="stages"))

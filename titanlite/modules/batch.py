@@ -35,12 +35,11 @@ class FieldDims(NamedTuple):
 class Batch:
     """Samples, or one rank's part of them: mostly sequences of T tokens.
 
-    The first field is the model's first argument: "tokens" [B, T], or for other data any tensor
-    [B, ...], such as images. "targets", [B, T] or [B], is masked by IGNORE_INDEX. A batch of tokens
-    has "positions", the index of each token in its sequence, [T], or [B, T] if it differs between
-    sequences. If it comes from a data set, it also has "token_numbers" [B, T], the number of each
-    token among all tokens of a run (see dropout.py). Every batch from a data set has "sample_keys"
-    [B], from which random numbers are drawn (see keyed.py).
+    The first field is the model's first argument: "tokens" [B, T], or any tensor [B, ...], such as
+    images. "targets", [B, T] or [B], is masked by IGNORE_INDEX. A batch of tokens has "positions"
+    in the sequence, [T], or [B, T] if they differ between sequences. Batches from a data set have
+    "sample_keys" [B], from which random numbers are drawn (keyed.py), and those of tokens
+    "token_numbers" [B, T], the number of each among all tokens of a run (dropout.py).
     """
 
     fields: Mapping[str, Tensor]

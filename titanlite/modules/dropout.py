@@ -21,10 +21,10 @@ _MASK = 2**32 - 1
 class TokenDropout(nn.Module):
     """In training, zeroes features with probability `p` and scales the others by 1 / (1 - p).
 
-    Takes x [..., D] and `token_numbers` [...], int64, the number of each token in the run. A model
-    receives them if its forward takes an argument `token_numbers`. The trainer calls `set_key`,
-    which makes the masks depend on the job's seed and the module's name. Raises TitanliteError in
-    training without `token_numbers`.
+    Takes x [..., D] and `token_numbers` [...], int64, the number of each token in the run, which a
+    model gets if its forward has this argument. The trainer calls `set_key`, so that masks depend
+    on the job's seed and the module's name. Raises TitanliteError in training without
+    `token_numbers`.
     """
 
     key: Tensor

@@ -38,11 +38,10 @@ def keyed_normal(
 ) -> Tensor:
     """Normal numbers of mean 0 and variance 1, a function of each key: [*keys.shape, *shape].
 
-    `keys` are `sample_keys` of a batch. Other names `what` give independent numbers. With
-    `positions` [T] or [B, T], the places of tokens in their sequences, the result is
-    [B, T, *shape]: a rank that holds a part of each sequence gets the numbers of its tokens.
-    `dtype` is torch's default dtype unless given. Numbers in float32 and float64 differ by rounding
-    only. The result is on the device of the keys.
+    `keys` are `sample_keys` of a batch; other names `what` give independent numbers. With
+    `positions` [T] or [B, T] of tokens in their sequences, the result is [B, T, *shape], and a rank
+    gets the numbers of its tokens. `dtype` is by default torch's; float32 and float64 differ by
+    rounding only. The result is on the device of the keys.
     """
     dtype = dtype or torch.get_default_dtype()
     wide = torch.promote_types(dtype, torch.float32)

@@ -23,23 +23,20 @@ class ParallelPlan:
     """How a model class is parallelized.
 
     `tensor_parallel` maps module names of the plain model to TP styles; `*` stands for one part of
-    a name. `loss_parallel` overrides its entries if the loss is computed on logits sharded over the
-    vocabulary. `blocks` names the container of the repeated blocks: activation checkpointing,
-    compile and FSDP work block by block. It is None if the model has no blocks. `embeddings` and
-    `head` name the modules before and after the blocks; each group is one FSDP unit. `attention` is
-    the name, within a block, of the module that takes q, k and v, and `is_causal` says whether it
-    is causal. `sequence_dim` is the dimension along which tensor parallelism shards the activations
-    between blocks; None if they are replicated (no sequence parallelism). In a pipeline stage, the
-    modules of other stages are None, or not in the list of blocks (split_model). If the model's own
-    forward cannot skip those, `stage_forward(stage, x, ...)` is the forward of a stage.
-    `is_derived` says that nobody wrote the plan: it has only the blocks that derive_plan has found.
+    a name. `loss_parallel` overrides its entries if the logits are sharded over the vocabulary.
+    `blocks` names the container of the repeated blocks, which are checkpointed, compiled and
+    sharded one by one; None if there are none. `embeddings` and `head` name the modules before and
+    after them; each group is one FSDP unit. `attention` is the name, within a block, of the module
+    that takes q, k and v, causal if `is_causal`. `sequence_dim` is the dimension along which TP
+    shards the activations between blocks; None if they are replicated. In a pipeline stage, the
+    modules of other stages are None, or not in the list of blocks (split_model): if the model's own
+    forward cannot skip those, `stage_forward(stage, x, ...)` is that of a stage. `is_derived`:
+    nobody wrote the plan; it has only the blocks that derive_plan has found.
 
-    Three fields name parameters and buffers by patterns as in `tensor_parallel`. Parameters without
-    a style are trained under tensor parallelism, too (apply_tp). If it takes the wrong way for one,
-    `partial_gradients` names those whose gradient on each rank is a part of the sum over
-    the tensor axis, and `whole_gradients` those whose gradient is complete on each rank.
-    `local_buffers` names persistent buffers that may differ between ranks that read different data,
-    such as a moving average of activations.
+    For parameters without a style (apply_tp), patterns can say what each rank's gradient is:
+    `partial_gradients`, a part of the sum over the tensor axis; `whole_gradients`, complete.
+    `local_buffers` names persistent buffers that may differ between ranks with different data, such
+    as a moving average of activations.
     """
 
     tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -68,8 +65,7 @@ class ParallelPlan:
 def find_plan(model: nn.Module) -> ParallelPlan:
     """The plan registered for the model's class: `PLANS[class]` in plan.py beside its module.
 
-    It is a ParallelPlan, or a function from the model to its plan. If there is none, it is
-    `derive_plan(model)`.
+    It is a ParallelPlan, or a function from the model to one; without it, `derive_plan(model)`.
     """
     # FSDP2 and replicate insert their own class before the model's.
     for cls in type(model).__mro__:

@@ -88,18 +88,17 @@ def spawn(
 ) -> list[Any]:
     """Call `function(place, *args)` in `num_ranks` new local processes; return their results.
 
-    The results are in rank order. The processes have no process group yet: `open_world(place)`
-    creates one. If a rank raises or dies, or after `timeout_seconds`, the other ranks are ended and
-    RankError is raised with the rank and its traceback. A rank's TitanliteError is re-raised
-    unchanged. No process outlives the call or the caller: if the caller is killed, so are the
-    ranks. If the caller requests a stop through `stop`, each rank receives the request in
-    `place.orders`. Raises ConfigError if `num_ranks` exceeds `max_ranks` or, if that is None, the
-    number that the cores and the memory of this machine allow. In a deadlock, processes wait for
-    `open_world`'s `init_timeout_seconds`, 300 by default, before they are ended with a report.
+    The results are in rank order. `open_world(place)` creates the process group. If a rank raises
+    or dies, or after `timeout_seconds`, the other ranks are ended and RankError is raised with the
+    rank and its traceback; a rank's TitanliteError is raised unchanged. No process outlives the
+    call or the caller. If the caller requests a stop through `stop`, each rank receives it in
+    `place.orders`. Raises ConfigError if `num_ranks` exceeds `max_ranks`, by default what the
+    machine's cores and memory allow. A deadlock ends with a report after `open_world`'s
+    `init_timeout_seconds`.
 
-    With `threads`, the ranks are threads of this process, of which one runs at a time, and each
-    gets its own copy of `args`. There is no timeout then: RankError is raised as soon as no rank
-    can go on, with what each waits for.
+    With `threads`, the ranks are threads of this process, of which one runs at a time, each with
+    its own copy of `args`. There is no timeout then: RankError is raised as soon as no rank can go
+    on, with what each waits for.
     """
     if threads:
         check_local_ranks(num_ranks, allowed=max_ranks, are_threads=True)

@@ -124,17 +124,14 @@ def open_world(
 ) -> Iterator[World]:
     """A context manager: joins the process group of `place`, and leaves it when the context ends.
 
-    Its backend is gloo on CPU and NCCL on CUDA.
-
-    Divides the machine's cores among its ranks. Lets malloc reuse all freed memory instead of
-    returning it to the system, which would cost each step new page faults. If all ranks are on one
-    node, gloo and NCCL use the loopback interface.
+    Its backend is gloo on CPU and NCCL on CUDA, over the loopback interface if all ranks are on one
+    node. The machine's cores are divided among its ranks.
 
     If ranks wait for each other for too long, or a rank is lost, the run ends with a report, and
     LostWorldError is raised here. For local ranks the report is the launcher's RankError; otherwise
     it is printed on stderr. The flight recorders keep `trace_buf_size` collectives, and are written
-    to `traces`. `describe_place` returns the mesh coordinates of a rank. `World.name_places` can
-    set it later, but then a report lacks the coordinates of ranks that never joined.
+    to `traces`. `describe_place` returns the mesh coordinates of a rank for reports;
+    `World.name_places` can set it later.
     """
     if place.is_thread:
         with _open_thread_world(place, device_type, describe_place) as world:

@@ -47,18 +47,15 @@ def initialize(
 ) -> None:
     """Allocate, on `device`, a model that was built on "meta", and give it its initial values.
 
-    If `values` is given, it is a dict from name to whole parameter or buffer, and each rank copies
-    its shards. The names are those of the model before it is parallelized. Otherwise values depend
-    only on `seed` and the parameter's name, not on the plan or the device: they are drawn on the
-    CPU in float32, with one full parameter in memory at a time; for a GPU, titanlite's own models
-    draw several at a time, up to MOST_DRAWN bytes. The model can define
-    `init_parameter(name, parameter, generator)`. By default matrices are normal with standard
-    deviation 0.02; vectors are one if they are called weight, else zero. A model with buffers sets
-    them in `init_buffers()`; `initialize` also gives every TokenDropout the key of its random
-    masks.
+    `values` maps names, before the model is parallelized, to whole parameters and buffers, of which
+    each rank copies its shards. Without it, values depend only on `seed` and the parameter's name,
+    not on the plan or the device: they are drawn on the CPU in float32, one full parameter in
+    memory at a time (for a GPU, up to MOST_DRAWN bytes). The model can define `init_parameter(name,
+    parameter, generator)`; by default, matrices are normal with standard deviation 0.02, vectors
+    one if they are called weight, else zero. A model sets its buffers in `init_buffers()`.
 
-    A tied weight is drawn once, from the generator of its first name. For a pipeline stage, give
-    find_tied of the whole model as `tied`: the stage may hold a weight under a further name.
+    A tied weight is drawn once, by its first name. A pipeline stage may hold it under a further
+    one: give find_tied of the whole model as `tied`.
     """
     plain: Any = _plain_model(model)
     draw = getattr(plain, "init_parameter", _init_parameter)

@@ -32,9 +32,9 @@ LARGEST_CHUNK = 256 << 20
 class Loss:
     """A training objective.
 
-    `total(outputs, batch)` is the sum of the losses (nats), a scalar, for the model's outputs on a
-    batch or on some of its sequences. `count(batch)` is the number of terms of that sum, an integer
-    scalar that does not need the outputs.
+    `total(outputs, batch)` is the sum of the losses (nats), a scalar, of a batch or some of its
+    sequences. `count(batch)` is the number of its terms, an integer scalar, known without the
+    outputs.
     """
 
     total: Callable[[Any, Batch], Tensor]
@@ -53,11 +53,9 @@ def next_token_loss(logits_BTV: Tensor, batch: Batch) -> Tensor:
 def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """The sum of the cross-entropies (nats) at the positions whose target is not IGNORE_INDEX.
 
-    A classifier has logits [B, V] and targets [B].
-
-    Computed in at least float32. With logits that are sharded over the vocabulary, the call and its
-    backward pass must be inside `loss_context(True)`. Large logits are cast a few rows at a time
-    (LARGEST_CHUNK), so that neither they nor their gradient are in memory in float32.
+    A classifier has logits [B, V] and targets [B]. Computed in at least float32. With logits that
+    are sharded over the vocabulary, the call and its backward pass must be inside
+    `loss_context(True)`.
     """
     dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
     logits, targets = logits_BTV.flatten(0, -2), targets_BT.flatten()

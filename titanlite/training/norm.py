@@ -25,10 +25,8 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Reduce all Partial gradients, with one all-reduce for each mesh axis and dtype.
 
     A weight that is replicated over the tensor axis and used on sharded activations has a Partial
-    gradient in DTensor. FSDP2 reduces it; plain tensor parallelism does not. There are many
-    of these gradients, and most are small, so those of one axis and dtype are joined into one
-    tensor. A plain parameter that was used with DTensors, such as a factor on sharded logits, may
-    have a DTensor as gradient, and gets the plain tensor.
+    gradient in DTensor. FSDP2 reduces it; plain tensor parallelism does not. A plain parameter that
+    was used with DTensors may have a DTensor as gradient, and gets the plain tensor.
     """
     pending: dict[tuple[DeviceMesh, int, torch.dtype], list[tuple[nn.Parameter, Tensor]]] = {}
     for parameter in parameters:

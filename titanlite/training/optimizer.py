@@ -81,9 +81,8 @@ def build_optimizer(
 ) -> Optimizer:
     """AdamW, Adam or SGD over `parameters`; those in `rules` differ in decay or learning rate.
 
-    The fused and foreach implementations process all tensors of a group in one call. DTensor allows
-    only one mesh per call, so there is one parameter group for each mesh and rule. A group's
-    "lr_multiplier" is its factor on the learning rate.
+    There is one parameter group for each mesh and rule, since the fused and foreach implementations
+    take DTensors of one mesh. A group's "lr_multiplier" is its factor on the learning rate.
     """
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:

@@ -81,13 +81,12 @@ class Stages(Protocol):
 class Trainer:
     """A model with its optimizer and schedule, and the training step.
 
-    `parts` is the whole model or, if it is split, the modules of this rank's stages; `stages` is
-    then the PipelineRunner that runs them. `is_counted` says whether this rank's loss and targets
-    enter the sums over the world. Of the ranks with the same tokens, exactly one is counted
-    (`ParallelDims.counts_loss`), and in a pipeline only ranks of the last stage are.
-    `logits_are_sharded` is true under loss parallelism. `non_finite` decides about a step with a
-    non-finite loss or gradient norm: "stop" raises NonFiniteError, "skip" skips the update,
-    "ignore" applies it.
+    `parts` is the whole model, or the modules of this rank's stages, which the PipelineRunner
+    `stages` runs. `is_counted` says whether this rank's loss and targets enter the sums over the
+    world: of the ranks with the same tokens exactly one is counted (`ParallelDims.counts_loss`),
+    and in a pipeline only ranks of the last stage. `logits_are_sharded` is true under loss
+    parallelism. On a non-finite loss or gradient norm, `non_finite` "stop" raises NonFiniteError,
+    "skip" skips the update, "ignore" applies it.
     """
 
     parts: list[nn.Module]
@@ -132,8 +131,8 @@ class Trainer:
     ) -> StepResult:
         """Train on this rank's part of one global batch, given as one or several batches.
 
-        `number` is the step's number in error messages; by default that of the learning-rate
-        schedule. `on_gradients` is called when the gradients are complete, before they are used.
+        `number` is the step's number in error messages, by default the schedule's. `on_gradients`
+        is called when the gradients are complete, before they are used.
         """
         start = time.perf_counter()
         mean_loss, num_targets = self._compute_gradients(batches)

@@ -60,17 +60,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """How a sequence is sharded over `num_ranks` ranks; all ranks hold equally many tokens.
+    """How a sequence is sharded over `num_ranks` ranks; all ranks hold equally many tokens."""
 
-    Subclasses define the tokens of each rank (`positions`), which pairs of one rank's queries and
-    another's keys the causal mask leaves (`_causal_tiles`), and the direction in which keys
-    travel around the ring (`direction`). The direction is chosen so that a rank's keys first reach
-    the ranks that need the largest part of them. Keys that no rank further along the ring needs are
-    then dropped on the way.
-
-    Below, c is `num_ranks` and n the number of tokens per rank. A tile is a rectangle, or a
-    triangle, of the matrix of one rank's queries and one rank's keys.
-    """
+    # Subclasses define the tokens of each rank (`positions`), which pairs of one rank's queries and
+    # another's keys the causal mask leaves (`_causal_tiles`), and the direction in which keys
+    # travel around the ring (`direction`), so that they first reach the ranks that need most of
+    # them. Keys that no further rank needs are dropped on the way.
+    #
+    # Below, c is `num_ranks` and n the number of tokens per rank. A tile is a rectangle, or a
+    # triangle, of the matrix of one rank's queries and one rank's keys.
 
     num_ranks: int
 

@@ -103,25 +103,17 @@ def apply_ac(
 
     mode "none" saves everything. "full" saves only each block's input and recomputes the block in
     the backward pass. "selective" with a number n as `selective_option` does this for every n-th
-    block. "selective" with "op" does it for every block, but saves the outputs of SAVED_OPERATORS:
-    attention, reduce-scatters, all-reduces, all-to-alls, max, and every second matrix
-    multiplication. Those of the linear layers that `recompute_mm_of` names (by suffixes of their
-    names) are not counted and not saved. "memory_budget" leaves the choice to the
-    compiler: a budget of 0 equals "full", 1 equals "none".
+    block; with "op", for every block, but it saves the outputs of SAVED_OPERATORS: attention,
+    reduce-scatters, all-reduces, all-to-alls, max, and every second matrix product, not counting
+    those of the linear layers that `recompute_mm_of` names by the ends of their names.
+    "memory_budget" leaves the choice to the compiler: 0 equals "full", 1 equals "none".
 
-    Recomputing a block uses the buffers as its forward pass found them, and leaves them as they
-    are: BatchNorm's statistics and counters of any module change once (buffers.py).
+    Recomputing uses the buffers as the forward pass found them, and leaves them as they are:
+    BatchNorm's statistics change once. `save_cpu_attention` also saves the output of CPU attention
+    in blocks that are recomputed whole; compiled tensor-parallel blocks need it.
 
-    `save_cpu_attention` also saves the output of the CPU attention operator in blocks that are
-    recomputed whole.
-    Compiled tensor-parallel blocks need it: AOTAutograd assumes that recomputing this operator
-    needs a random state, and fails on their graphs.
-
-    Raises TitanliteError for an invalid argument, and if `model` lacks the container of blocks that
-    the plan names.
-
-    Sources: arXiv 2205.05198 (selective recomputation);
-    https://pytorch.org/blog/activation-checkpointing-techniques/
+    Raises TitanliteError for an invalid argument, and if `model` lacks the plan's container of
+    blocks. Source: arXiv 2205.05198
     """
     plan = as_plan("apply_ac", model, plan)
     check_choice("apply_ac", "mode", mode, MODES)

@@ -44,8 +44,8 @@ class ActivationCheckpoint(Section):
 
 @reads("activation_checkpoint", "compile")
 def _recomputation(job: Draft) -> Iterator[str]:
-    """activation_checkpoint.mode = "memory_budget" needs a compiled model, and
-    activation_checkpoint.debug does not work with "op"."""
+    """activation_checkpoint.mode "memory_budget" needs a compiled model; debug does not work with
+    "op"."""
     ac, compiled = job.config.activation_checkpoint, job.config.compile
     if ac.mode == "memory_budget" and not (compiled.enable and "model" in compiled.components):
         yield (

@@ -50,8 +50,8 @@ ASYNC_TP = "parallelism.enable_async_tensor_parallel"
     "compile",
 )
 def _async_tensor_parallel(job: Draft) -> Iterator[str]:
-    """Async TP needs a tensor parallel degree above 1, and a sequence that divides into equal
-    chunks; with symmetric memory it also needs a model compiled by inductor."""
+    """Async TP needs a TP degree above 1, a sequence of equal chunks and, with symmetric memory, a
+    model compiled by inductor."""
     parallelism, dims = job.config.parallelism, job.dims
     if not parallelism.enable_async_tensor_parallel:
         if parallelism.async_tensor_parallel_backend != "auto":

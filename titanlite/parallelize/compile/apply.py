@@ -34,13 +34,12 @@ class CompileReport:
 def apply_compile(
     model: nn.Module, *, backend: str = "inductor", fullgraph: bool = True, plan: Plan | None = None
 ) -> CompileReport:
-    """Compile each block of `model` in place.
+    """Compile each block of `model` in place; blocks with the same shapes share a graph.
 
-    Dynamo traces a block's code once and reuses the graph for every block with the same shapes.
-    With `fullgraph`, a graph break in a block raises an error, except in blocks with experts.
-    There, the number of rows of each expert depends on values, so routing, dispatch and the routed
-    experts are not compiled; the rest of the block is. Raises TitanliteError for an invalid
-    argument, and if `model` lacks the container of blocks that the plan names.
+    With `fullgraph`, a graph break in a block raises an error, except in blocks with experts:
+    routing, dispatch and the routed experts are not compiled there, because their shapes depend on
+    values. Raises TitanliteError for an invalid argument, and if `model` lacks the plan's container
+    of blocks.
     """
     plan = as_plan("apply_compile", model, plan)
     check_flags("apply_compile", fullgraph=fullgraph)

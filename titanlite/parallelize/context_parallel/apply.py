@@ -34,15 +34,14 @@ def apply_cp(
 ) -> ContextParallelReport:
     """Replace each block's inner attention by ring attention.
 
-    `plan.attention` is the name, within a block, of an attention module that is called with
-    q [B, H, T, E] and k, v [B, K, T, E], and `plan.is_causal` says whether it is causal. The rest
-    of a block works token by token and is unchanged, but needs the tokens' positions in the whole
-    sequence. `layout` determines which tokens each rank of the 1-D `cp_mesh` holds; the caller
-    shards the batch accordingly.
+    `plan.attention` names, within a block, a module that is called with q [B, H, T, E] and k, v [B,
+    K, T, E], causal if `plan.is_causal`. The rest of a block works token by token, but needs the
+    tokens' positions in the whole sequence. `layout` determines which tokens each rank of the 1-D
+    `cp_mesh` holds; the caller shards the batch accordingly.
 
-    Raises TitanliteError for an invalid argument, and if the model lacks the container of blocks
-    that the plan names, if a block lacks the attention module, or if the model's forward takes no
-    `positions` (it would number each rank's tokens from 0).
+    Raises TitanliteError for an invalid argument, and if the model lacks the plan's container of
+    blocks, a block the attention, or the forward `positions` (it would number each rank's tokens
+    from 0).
     """
     plan = as_plan("apply_cp", model, plan, axis="cp")
     check_mesh("apply_cp", "cp_mesh", cp_mesh)

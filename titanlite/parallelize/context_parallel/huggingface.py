@@ -33,18 +33,14 @@ def register_ring_attention(
     """Register causal ring attention over the 1-D `mesh` in transformers; returns its name.
 
     Give the name to `model.set_attn_implementation`. Then every rank calls the model with its own
-    tokens, `layout.shard(tokens, 1, rank)`, and with their positions,
-    `position_ids=layout.positions(rank, seq_len)[None]`, where layout is
-    `make_layout("headtail", mesh.size())`. With fewer key and value heads than query
-    heads, attention is grouped-query.
+    tokens, `layout.shard(tokens, 1, rank)`, and `position_ids=layout.positions(rank,
+    seq_len)[None]`, where layout is `make_layout("headtail", mesh.size())`. For packed documents,
+    also pass `documents=` [B, T], this rank's shard of the index of each token's document, and
+    position_ids that start at 0 in each document. Attention may be grouped-query.
 
-    For packed documents, also pass `documents=` [B, T], this rank's shard of the index of each
-    token's document, and position_ids that start at 0 in each document.
-
-    The model raises TitanliteError in three cases: for positions that are not those of
-    `layout.positions`, if `documents` is not given; for a padding mask; and for attention that is
-    not plain and causal (dropout, sliding windows that are shorter than the sequence, soft-capped
-    scores, attention sinks).
+    The model raises TitanliteError for positions that are not those of `layout.positions`, without
+    `documents`; for a padding mask; and for attention that is not plain and causal (dropout,
+    sliding windows shorter than the sequence, soft-capped scores, attention sinks).
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface

@@ -49,13 +49,13 @@ def ring_attention(
 
     q is [B, H, T, E], k and v are [B, K, T, E] with H a multiple of K; the result is [B, H, T, E].
     All four are shards, as `layout.shard` makes them. Every rank of the one-dimensional `mesh` must
-    call this with the same shapes and settings; with one rank it is plain attention. The default of
-    `scale` is 1 / sqrt(E). `documents` [B, T], also a shard, has the index of each token's document
+    call this with the same shapes and settings; with one rank it is plain attention. `scale` is by
+    default 1 / sqrt(E). `documents` [B, T], also a shard, has the index of each token's document
     within its sequence; a query then attends only to keys of its own document.
 
-    Raises ConfigError for an unknown layout or rotate method, for a layout made for another number
-    of ranks, and for an odd number of local tokens if the layout needs two chunks per rank;
-    ValueError for shapes that do not match.
+    Raises ConfigError for an unknown layout or rotate method, a layout for another number of ranks,
+    and an odd number of local tokens if the layout needs two chunks per rank; ValueError for shapes
+    that do not match.
     """
     ring = RingAttention(mesh, layout, rotate_method)
     return ring(q, k, v, causal, scale, documents=documents)
@@ -109,14 +109,11 @@ class RingAttention(nn.Module):
         enable_gqa: bool = False,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Attention of q [B, H, T, E] over k, v [B, K, T, E] of all ranks; [B, H, T, E].
+        """`ring_attention` with the arguments of torch's scaled_dot_product_attention too.
 
-        Takes the arguments of torch.nn.functional.scaled_dot_product_attention too. Whether
-        attention is causal is decided by `is_causal`; if that is not given, by `causal`; if neither
-        is, by the constructor's `is_causal`. If k and v have fewer heads than q,
-        attention is grouped-query, whatever `enable_gqa` is. With `documents` [B, T], a query
-        attends only to keys of its own document. There is no other mask: raises ConfigError for
-        `attn_mask`, and for dropout.
+        `is_causal` counts; if it is not given, `causal`, then the constructor's. With fewer heads
+        of k and v than of q, attention is grouped-query, whatever `enable_gqa` is. Raises
+        ConfigError for `attn_mask`, and for dropout.
         """
         if attn_mask is not None or dropout_p:
             what = "a mask" if attn_mask is not None else f"dropout of {dropout_p:g}"

@@ -27,12 +27,9 @@ class DDPReport:
 def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = False) -> DDPReport:
     """Replicate `model` over the 1-D `replicate_mesh`.
 
-    `compiled` enables Dynamo's DDP optimizer. It splits graphs at bucket boundaries, so that
-    reductions overlap with the backward pass of compiled blocks.
-
-    Gradients are summed, not averaged: the loss is already divided by the number of targets of the
-    whole step. Parameters must have storage and values, not be on the "meta" device. Raises
-    TitanliteError for an invalid argument.
+    Gradients are summed, as by apply_fsdp. `compiled` enables Dynamo's DDP optimizer, with which
+    reductions overlap with the backward pass of compiled blocks. Raises TitanliteError for an
+    invalid argument; parameters must not be on the "meta" device.
     """
     check_model("apply_ddp", model)
     check_mesh("apply_ddp", "replicate_mesh", replicate_mesh)

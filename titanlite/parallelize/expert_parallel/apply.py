@@ -59,15 +59,15 @@ def apply_ep(
 ) -> ExpertParallelReport:
     """Spread the experts of every expert layer of `model` over the 1-D `ep_mesh`, in place.
 
-    With `ep_mesh` None, the layers only learn over which
-    meshes the tokens of a sequence are sharded: `tp_mesh` (after apply_tp) and `cp_mesh`. Each rank
-    of `ep_mesh` has its own tokens, and equally many experts. `plan` says whether tensor
-    parallelism shards the sequence between blocks; if not, a layer shards its tokens and gathers
-    its output. It defaults to the plan registered for the model's class.
+    Each rank of `ep_mesh` has its own tokens, and equally many experts. With None, the layers only
+    learn over which meshes the tokens of a sequence are sharded: `tp_mesh` (after apply_tp) and
+    `cp_mesh`. `plan`, by default that of the model's class, says whether TP shards the sequence
+    between blocks; if not, a layer shards its tokens and gathers its output. Without expert
+    parallelism, the experts' gradients are marked to be summed over `tp_mesh`, unless apply_fsdp
+    gets a mesh of their own.
 
-    Without expert parallelism, the gradients of experts are marked to be summed over `tp_mesh`,
-    unless apply_fsdp gets a mesh of their own for them. Raises TitanliteError for an invalid
-    argument, and if the number of ranks does not divide the number of experts.
+    Raises TitanliteError for an invalid argument, and if the number of ranks does not divide the
+    number of experts.
     """
     check_model("apply_ep", model)
     for name, mesh in (("ep_mesh", ep_mesh), ("tp_mesh", tp_mesh), ("cp_mesh", cp_mesh)):

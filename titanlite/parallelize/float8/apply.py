@@ -55,15 +55,14 @@ def apply_float8(
     """Convert the linear layers of `model` to float8, in place, with one of torchao's recipes.
 
     A layer is skipped if its name contains one of `filter_fqns`, if a dimension is not a multiple
-    of 16, or if it is an instance of a subclass of nn.Linear. Call this before apply_tp: its styles
-    then call each float8 layer's own method `product` for the matrix multiplication. A scale covers
-    a whole tensor, so it is computed over all ranks that have a part of it: those with other tokens
-    of the same microbatch (every dimension of `token_mesh`), and those with other features of the
-    layer (the 1-D `tp_mesh`). With `emulate`, the device's float8 units are not used;
-    `has_units` says whether it has any.
+    of 16, or if its class is a subclass of nn.Linear. Call this before apply_tp, whose styles then
+    call the layers' own method `product`. A scale of a whole tensor is computed over all ranks that
+    have a part of it: those with other tokens of the same microbatch (every dimension of
+    `token_mesh`), and those with other features of the layer (the 1-D `tp_mesh`). With `emulate`,
+    the device's float8 units are not used; `has_units` says whether it has any.
 
-    Raises TitanliteError if no layer can be converted. For a pipeline stage, give the whole model
-    as `whole`: the error is then raised only if none of its layers can be converted.
+    Raises TitanliteError if no layer can be converted; for a pipeline stage, if none of the `whole`
+    model can.
     """
     chosen, skipped = choose_layers(model, recipe, filter_fqns)
     if not chosen and (whole is None or not choose_layers(whole, recipe, filter_fqns)[0]):

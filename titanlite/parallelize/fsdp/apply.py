@@ -60,26 +60,25 @@ def apply_fsdp(
     """Shard `model` in place with FSDP2.
 
     A unit (the embeddings, each block, the head, and the remaining parameters) is gathered before
-    it computes, and its gradients are reduced afterwards. If a weight is tied between embeddings
-    and head, both are one unit, which stays gathered from the embeddings to the head. A 1-D
-    `dp_mesh` shards. A 2-D one replicates over its first axis and shards over its second (HSDP).
-    With `expert_mesh`, 1-D or 2-D in the same way, the routed experts of each expert layer are one
-    unit, which is sharded over `expert_mesh`: by expert, or by rows if there are fewer experts than
-    ranks. Computation is in `param_dtype` and reduction in `reduce_dtype`; None means the
-    parameter's own dtype. With `cpu_offload`, `pin_memory` pins the memory of offloaded shards; by
-    default where the device can.
+    it computes, and its gradients are reduced afterwards. If embeddings and head share a weight,
+    both are one unit, which stays gathered in between. A 1-D `dp_mesh` shards; a 2-D one replicates
+    over its first axis and shards over its second (HSDP). With `expert_mesh`, in the same form, the
+    routed experts of each layer are a unit, sharded by expert, or by rows if there are fewer
+    experts than ranks. Computation is in `param_dtype` and reduction in `reduce_dtype`, by default
+    the parameter's own. `pin_memory` pins the memory of shards under `cpu_offload`, by default
+    where the device can.
 
     `reshard_after_forward` "always" frees a unit after its forward pass, "never" keeps it for the
-    backward pass. "default" frees all units but the head and the last block, which the backward
-    pass needs first. If `pipelined`, "default" equals "never": otherwise each microbatch would
-    gather the units again.
+    backward pass. "default" frees all but the head and the last block, which the backward pass
+    needs first; if `pipelined`, none, or each microbatch would gather the units again.
 
     Gradients are summed, not averaged: the loss is already divided by the number of targets of the
-    whole step. FSDP2 cannot shard a scalar parameter: it stays on every rank, and its gradient is
-    marked for GradientSums (gradient_sums.py). Raises TitanliteError for an invalid argument, for a
-    weight that is tied between a block and another unit, and for experts that apply_ep has spread
-    over ranks without `expert_mesh`.
-    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    whole step. A scalar parameter, which FSDP2 cannot shard, stays on every rank, and its gradient
+    is marked for GradientSums (gradient_sums.py).
+
+    Raises TitanliteError for an invalid argument, a weight that is tied between a block and another
+    unit, and experts that apply_ep has spread, without `expert_mesh`. Source:
+    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     plan = as_plan("apply_fsdp", model, plan)
     check_mesh("apply_fsdp", "dp_mesh", dp_mesh, most_axes=2)

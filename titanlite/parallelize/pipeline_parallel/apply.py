@@ -43,13 +43,12 @@ def split_model(
 ) -> list[nn.Module]:
     """Copies of `model`, one per stage, each with only the modules that the stage names.
 
-    Modules keep their names. A module of another stage is removed from its ModuleDict or list, or
-    set to None if it is an attribute. A ModuleList becomes a StageList. No module may be named by
-    two stages; modules and parameters that no stage names are in every copy, and a tied weight is
-    in every stage that has one of its names (stage_copies.py). `forward(stage, x, ...)` becomes the
-    forward of every stage if it is given.
-    Raises TitanliteError for a name that the model does not have, and if its code numbers the
-    blocks of a ModuleList by their place in the list.
+    Modules keep their names. A module of another stage is removed from its ModuleDict or list (a
+    ModuleList becomes a StageList), or set to None if it is an attribute. No module may be named by
+    two stages; what no stage names is in every copy, and a tied weight in every stage that has one
+    of its names (stage_copies.py). `forward(stage, x, ...)`, if given, becomes the forward of every
+    stage. Raises TitanliteError for a name that the model does not have, and if its code numbers
+    the blocks of a ModuleList by their place in the list.
     """
     names = [name for stage in stages for name in stage]
     for name in names:
@@ -292,14 +291,13 @@ class PipelineRunner:
     """Runs the stages of one rank of the 1-D `pp_mesh` by a schedule.
 
     `parts` maps stages to this rank's parallelized modules. `plain_parts` are the modules of all
-    stages as split_model returns them, on the "meta" device; they give the shapes of activations
-    between stages. These have dtype `dtype` and are sharded `num_shards` ways along `sequence_dim`,
-    or replicated if that is None. `example` is one of this rank's microbatches; only its shapes and
-    dtypes are used. A batch has `schedule.num_microbatches` microbatches. If PyTorch has a schedule
-    class named `schedule.name`, that class is used. Otherwise, or with `from_table`, PyTorch's
-    general runtime executes the list of actions that `schedule` has for each rank. `tied` is
-    find_tied of the whole model. If stages share parameters, the caller must call the runner's
-    `copies.sum_gradients()` after the last batch of a step, which sums their gradients over stages.
+    stages as split_model returns them, on the "meta" device; they give the shapes of the
+    activations between stages, of dtype `dtype`, sharded `num_shards` ways along `sequence_dim`, or
+    replicated if that is None. `example` is one of this rank's microbatches; only its shapes and
+    dtypes are used. A batch has `schedule.num_microbatches` microbatches. PyTorch's schedule class
+    named `schedule.name` is used; without one, or with `from_table`, PyTorch's general runtime
+    executes `schedule`. `tied` is find_tied of the whole model. If stages share parameters, the
+    caller must call `copies.sum_gradients()` after the last batch of a step.
     """
 
     def __init__(
@@ -350,12 +348,11 @@ class PipelineRunner:
         return self.table.num_stages - 1 in self._parts
 
     def step(self, batch: Batch, loss_function: LossFunction, *, is_last: bool = True) -> None:
-        """Run the schedule on a batch and accumulate the gradients.
+        """Run the schedule on a batch and accumulate the gradients of the sum of its losses.
 
         Every stage gets the fields that its forward takes. The rank with the last stage calls
-        `loss_function(outputs, microbatch)` for each microbatch; the gradients are those of the sum
-        of losses. If a step accumulates several batches, gradients are reduced over replicas only
-        in the last one (`is_last`).
+        `loss_function(outputs, microbatch)` for each microbatch. If a step accumulates several
+        batches, gradients are reduced over replicas only in the last one (`is_last`).
         """
         self._batch, self._loss_function = batch, loss_function
         self.copies.update_followers()
@@ -380,8 +377,7 @@ class PipelineRunner:
     def forward(self, batch: Batch) -> Any:
         """The model's output for a batch, on the rank with the last stage; None elsewhere.
 
-        Runs without a schedule, because PyTorch's V-shaped schedules cannot run forward passes
-        alone.
+        Runs without a schedule: PyTorch's V-shaped ones cannot run forward passes alone.
         """
         self.copies.update_followers()
         activations = self._activations(batch.num_sequences)

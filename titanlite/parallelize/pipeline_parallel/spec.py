@@ -66,9 +66,8 @@ def _pipeline(job: Draft) -> Iterator[str]:
 
 @reads(MODEL, "compile", "activation_checkpoint", RESHARD, *PIPELINE_KEYS)
 def _split_backward(job: Draft) -> Iterator[str]:
-    """A pipeline schedule that splits the backward pass works neither with a compiled model, nor
-    with activation checkpointing by "op" or fsdp_reshard_after_forward = "always", because PyTorch
-    does not support these."""
+    """PyTorch does not support a schedule that splits the backward pass with a compiled model,
+    activation checkpointing by "op", or fsdp_reshard_after_forward = "always"."""
     if job.pipeline is None or not job.pipeline.schedule.splits_backward:
         return
     name = job.pipeline.schedule.name

@@ -41,8 +41,8 @@ from titanlite.parallelize.tensor_parallel.styles import (
 class TensorParallelReport:
     """What apply_tp did: modules parallelized, tables replicated, plan keys without a module.
 
-    `rings` maps the modules whose collective and product overlap in a ring to the names of their
-    styles. `summed` are the trained parameters without a style whose gradients the step sums.
+    `rings` maps the modules that overlap in a ring to their styles. `summed` are the trained
+    parameters without a style whose gradients the step sums.
     """
 
     parallelized: tuple[str, ...]
@@ -63,25 +63,19 @@ def apply_tp(
 ) -> TensorParallelReport:
     """Shard `model` in place over the 1-D mesh `tp_mesh`, each module by its style in the plan.
 
-    `plan` is a ParallelPlan or a plain dictionary of module name to style, and defaults to the plan
-    registered for the model's class. A key that matches no module is skipped with a warning, as in
-    `parallelize_module`; keys in `known_unmatched` give no warning. With `rings`, GatherColwise and
-    RowwiseLocal run each collective as a ring of P2P messages that overlap with the matrix
-    multiplication (asynchronous tensor parallelism).
+    `plan` is a ParallelPlan or a dict from module name to style, by default the plan registered for
+    the model's class. A key that matches no module is skipped with a warning, unless it is in
+    `known_unmatched`. With `rings`, GatherColwise and RowwiseLocal run each collective as a ring of
+    P2P messages that overlap with the matrix product (async TP).
 
-    An embedding table with fewer rows than ranks is replicated, because FSDP2 refuses the empty
-    shard of a rank without rows.
+    An embedding table with fewer rows than ranks is replicated, because FSDP2 refuses an empty
+    shard. A tied weight keeps one DTensor. A trained parameter without a style stays replicated.
+    Inside a block whose sequence is sharded, its gradient is a part of a sum, and is marked for
+    GradientSums (gradient_sums.py), as are those that the plan names in `partial_gradients`. Any
+    other is taken to be whole on each rank.
 
-    A tied weight is distributed once, and all its names keep one DTensor.
-
-    A trained parameter without a style stays replicated. If the plan shards the sequence between
-    blocks, one inside a block works on a shard of the sequence, so its gradient is a part of a sum,
-    and is marked for GradientSums (gradient_sums.py), as are those that the plan names in
-    `partial_gradients`. Any other is taken to have its whole gradient on each rank.
-
-    Raises TitanliteError for an invalid argument, if the plan gives the names of a tied weight
-    different placements, and for a module without a style that mixes the tokens of a sequence
-    which the plan shards.
+    Raises TitanliteError for an invalid argument, for a tied weight with different placements, and
+    for a module without a style that mixes the tokens of a sharded sequence.
     """
     plan = as_plan("apply_tp", model, plan, axis="tp")
     check_mesh("apply_tp", "tp_mesh", tp_mesh)

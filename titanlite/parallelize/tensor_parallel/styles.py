@@ -63,13 +63,11 @@ class RingStyle(ParallelStyle):
 class GatherColwise(RingStyle):
     """Gather a module's input once for several linear layers, sharded by their output features.
 
-    `layers` names these layers, children of the module. The module must pass the first argument of
-    its forward to them and use it for nothing else. The module's callers can pass that argument by
-    position or by keyword. Input: this argument's local shard along `dim`. It is all-gathered in
-    the forward pass, and its gradient reduce-scattered in the backward pass, once for all layers.
-    Output of each layer: the local shard of the last dimension. The layers run as one matrix
-    product, because each shard alone is too narrow to be fast. Layers with a method `product`, such
-    as float8 layers, run one by one. The module's other arguments are unchanged.
+    The module passes the first argument of its forward to its children `layers`, and uses it for
+    nothing else. Input: this argument's local shard along `dim`, which is all-gathered in the
+    forward pass; its gradient is reduce-scattered. Output of each layer: the local shard of the
+    last dimension. The layers run as one matrix product; those with a method `product`, such as
+    float8 layers, run one by one.
     """
 
     def __init__(self, dim: int, *layers: str) -> None:
@@ -127,8 +125,8 @@ class GatherColwise(RingStyle):
 class RowwiseLocal(RingStyle):
     """A linear layer sharded by its input features; its output is scattered along `scatter_dim`.
 
-    Input: the local shard of the last dimension. Output: the local shard along `scatter_dim`. The
-    forward pass has a reduce-scatter, the backward pass an all-gather.
+    Input: the local shard of the last dimension. Output: that along `scatter_dim`. The forward pass
+    has a reduce-scatter, the backward pass an all-gather.
     """
 
     def __init__(self, scatter_dim: int) -> None:
@@ -158,14 +156,11 @@ class RowwiseLocal(RingStyle):
 
 
 class NormLocal(ParallelStyle):
-    """A replicated norm, applied to a local shard of the sequence, or of the heads.
+    """A replicated norm, applied to a local shard of the sequence, or of heads normed one by one.
 
-    It is a shard of the heads if the norm works on each head separately.
-
-    Takes RMSNorm, LayerNorm, and any other module that has no submodules, if its parameters are
-    vectors that it applies to each position. Input and output: the local shard. The gradients of
-    its parameters are Partial over the ranks; FSDP2 reduces them, or the step does so before it
-    computes the gradient norm.
+    Takes RMSNorm, LayerNorm, and any other module without submodules whose parameters are vectors
+    that it applies to each position. Input and output: the local shard. The gradients of its
+    parameters are Partial over the ranks; FSDP2 reduces them, or the step before the gradient norm.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -200,9 +195,8 @@ class EmbeddingLocal(ParallelStyle):
     """A replicated embedding table, in which each rank looks up only its part of the output.
 
     Input: indices, the same on every rank. Output: the local shard along `dim` of the embeddings,
-    or all of them if `dim` is None. There is no collective. The gradient of the table is Partial
-    over the ranks. This is cheaper than sharding the table by rows if the table is smaller than the
-    activations.
+    or all of them if `dim` is None. There is no collective; the table's gradient is Partial over
+    the ranks. This is cheaper than sharding by rows if the table is smaller than the activations.
     """
 
     def __init__(self, dim: int | None) -> None:
@@ -259,11 +253,9 @@ class EmbeddingRowwise(ParallelStyle):
 
 
 class TokenDropoutLocal(ParallelStyle):
-    """Applies a TokenDropout to the local shard of its input along `dim`.
+    """Applies a TokenDropout (modules/dropout.py) to the local shard of its input along `dim`.
 
-    TokenDropout (modules/dropout.py) is dropout whose masks depend on the seed and on each
-    token's index among all tokens of the run, so they are the same under every plan. If `dim` is
-    the batch or sequence dimension, each rank uses the numbers of its own tokens (`token_numbers`
+    Along the batch or the sequence, each rank uses the numbers of its own tokens (`token_numbers`
     of Batch). If `dim` is -1, the features are sharded, and each rank uses its columns of the
     masks. No collective.
     """

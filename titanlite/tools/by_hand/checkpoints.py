@@ -62,11 +62,10 @@ def save_checkpoint(
     """Save weights, persistent buffers, optimizer and schedule as `folder`/step-`step`.
 
     `loop` is a Trainer, or any object with `parts` (the model, or this rank's pipeline stages of
-    it), `optimizer` (torch's Adam, AdamW or SGD) and `scheduler` (a LambdaLR).
-
-    If there is a default process group, each of its ranks must call this. The folder must be the
-    same on all ranks. `samples_read` is stored for load_checkpoint. Under pipeline parallelism,
-    `tied` is `titanlite.modules.tied.find_tied` of the plain model. All but the `keep_latest` last
+    it), `optimizer` (torch's Adam, AdamW or SGD) and `scheduler` (a LambdaLR). Every rank of the
+    default process group, if there is one, must call this, with the same folder. `samples_read` is
+    stored for load_checkpoint. Under pipeline parallelism, `tied` is
+    `titanlite.modules.tied.find_tied` of the plain model. All but the `keep_latest` last
     checkpoints are removed; 0 keeps all. Raises TitanliteError on every rank if any rank failed.
     """
     place, ranks = CheckpointFolder(Path(folder)), Peers()
@@ -120,13 +119,11 @@ def load_checkpoint(
 ) -> Loaded | None:
     """Load the checkpoint of `step`, or without `step` the newest valid one of `folder`.
 
-    Returns None if `step` is not given and there are no checkpoints.
-
-    Every rank must call this with the model already sharded; the degrees of parallelism may differ
-    from those at saving. Parameters, buffers, optimizer state and schedule are set in place. Raises
-    TitanliteError if the checkpoint of the given `step` does not exist or is invalid; if, without
-    `step`, checkpoints exist but none is valid; or if a checkpoint is from another model or
-    optimizer.
+    Returns None if `step` is not given and there are no checkpoints. Every rank must call this with
+    the model already sharded; the degrees of parallelism may differ from those at saving.
+    Parameters, buffers, optimizer state and schedule are set in place. Raises TitanliteError if
+    there is no valid checkpoint of `step`, or of any step although some exist, or if it is from
+    another model or optimizer.
     """
     ranks, trained = Peers(), _Trained(loop, tied or {})
     found = ranks.from_first(lambda: _choose(CheckpointFolder(Path(folder)), step))

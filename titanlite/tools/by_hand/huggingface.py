@@ -39,14 +39,13 @@ def save_hf(
     """Write `model` as a new Hugging Face folder, which from_pretrained reads.
 
     Every rank of the model's process group must call this: DTensors are gathered one by one, and
-    rank 0 writes files of up to `shard_bytes`, of which it holds one at a time in memory. `dtype`
-    is by default that of the parameters. Tokenizer files and generation settings are copied from
-    `like`, another Hugging Face folder. When it returns, the folder is complete on rank 0's file
-    system.
+    rank 0 writes files of up to `shard_bytes`, one at a time in memory. `dtype` is by default that
+    of the parameters. Tokenizer files and generation settings are copied from `like`, another such
+    folder. On return, the folder is complete on rank 0's file system.
 
-    Raises TitanliteError on every rank if the folder exists, if the model is neither a transformers
-    model nor registered with a Hugging Face format, if parameters have no values or several dtypes,
-    or if writing fails.
+    Raises TitanliteError on every rank if the folder exists, if the model is neither of
+    transformers nor registered with a Hugging Face format, if parameters have no values or several
+    dtypes, or if writing fails.
     """
     folder, like = Path(folder), None if like is None else Path(like)
     names, config = _format_of(model)
@@ -111,8 +110,7 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
 
     Each rank reads only its shards of DTensors. Parameters may have another dtype than the file.
     Raises ConfigError for missing and unexpected keys and wrong shapes, and TitanliteError for a
-    model without storage, or one that is neither a transformers model nor registered with a Hugging
-    Face format.
+    model without storage, or of a kind that save_hf does not take.
     """
     names, _ = _format_of(model)
     if any(parameter.is_meta for parameter in model.parameters()):

@@ -55,10 +55,9 @@ def plan(
 ) -> PlanResult:
     """Trace a step of a job in a world of any size, in this process, as `titanlite plan`.
 
-    `job` is a JobConfig, a dict of sections, or the path of a TOML file; `changes` maps keys of it
-    ("parallelism.tensor_parallel_degree") to other values. `ranks` is by default what the job's
-    degrees need. With `hardware`, the name of one that titanlite knows or a TOML file, the plan has
-    times. Raises ConfigError with all mistakes of the job.
+    `job` and `changes` are those of `verify`. `ranks` is by default what the job's degrees need.
+    With `hardware`, the name of one that titanlite knows or a TOML file, the plan has times. Raises
+    ConfigError with all mistakes of the job.
     """
     device = None if hardware is None else load_hardware(hardware)
     reading = read_any(job, changes)

@@ -72,13 +72,13 @@ def verify(
 ) -> VerifyResult:
     """Train a job under its plan and on one process, and compare every step, as `titanlite verify`.
 
-    `job` is a JobConfig, a dict of sections, or the path of a TOML file; `changes` maps keys of it
-    ("parallelism.tensor_parallel_degree") to other values. `shrink` makes layers, widths, sequence
-    and batch as small as the plan allows. `dtype` is "float64", "float32" or "bfloat16". With
-    `replay_routing`, every token goes to the experts to which one process routed it. With
-    `threads`, the ranks are threads of this process; by default they are if they are too many for
-    processes. Raises ConfigError with all mistakes of the job, and TitanliteError if it does not
-    run on one process; an exception of a rank is part of the result.
+    `job` is what `train` takes; `changes` maps keys of it ("parallelism.tensor_parallel_degree") to
+    other values. `shrink` makes layers, widths, sequence and batch as small as the plan allows.
+    `dtype` is "float64", "float32" or "bfloat16". With `replay_routing`, every token goes to the
+    experts of the one process. `threads` is that of `compare`.
+
+    Raises ConfigError with all mistakes of the job, and TitanliteError if it does not run on one
+    process; an exception of a rank is part of the result.
     """
 
     def read(more: Mapping[str, Any]) -> Any:

@@ -58,53 +58,44 @@ def compare(
     """Train parallel code on local ranks and its plain model on one process, and compare each step.
 
     `reference()` returns the plain model. `parallel()` or `parallel(mesh)` runs on every rank, in
-    an initialized process group (gloo on CPU), and returns that rank's model, or a tuple whose
-    elements are modules (such as pipeline stages), an optimizer, and anything else that `step`
-    needs. `ranks` is the number of ranks, or a dict from axis to degree; ranks are numbered in
-    row-major order. `mesh` is a DeviceMesh with the axes of that dict; if `ranks` is a number, its
-    only axis is "world".
+    an initialized process group (gloo on CPU), and returns that rank's model, or a tuple of modules
+    (such as pipeline stages), an optimizer, and anything else that `step` needs. `ranks` is their
+    number, or a dict from axis to degree, in row-major order. `mesh` is a DeviceMesh with these
+    axes, or only "world".
 
     batches: the global batch of each step: tensors in dicts, tuples or lists.
-    loss: a function (model, batch) that returns a scalar tensor. It is called on the reference and,
-        if neither `step` nor `parallel_loss` is given, on the ranks.
+    loss: (model, batch) -> a scalar tensor; for the reference and, without `step` and
+        `parallel_loss`, for the ranks.
     parallel_loss: the same for the ranks alone, such as a loss of vocabulary shards.
-    split: how a rank gets its part of a batch. With None, all ranks get the whole batch. With the
-        name of an axis, dimension 0 of every tensor is cut into equal parts over this axis. A dict
-        from axis to dimension cuts other dimensions. A function (batch, mesh) returns the part, of
-        plain tensors or DTensors.
-    step: a function (built, part), where `built` is what `parallel` returned. It runs the forward
-        and backward passes of a rank itself, and returns the loss or None.
-    microbatches: how many forward passes `step` makes with gradients, each with an equal part of
+    split: how a rank gets its part of a batch. None: all of it. An axis: dimension 0 of every
+        tensor is cut into equal parts over it. A dict from axis to dimension: other dimensions are.
+        A function (batch, mesh) -> the part, of plain tensors or DTensors.
+    step: (built, part) -> the loss or None, where `built` is what `parallel` returned. It runs a
+        rank's forward and backward passes.
+    microbatches: how many forward passes with gradients `step` makes, each with an equal part of
         the rank's rows; by default, as many as are seen.
-    optimizer: a function (parameters) that returns the optimizer of either side; by default AdamW
-        with lr 1e-3.
-    clip: a function (model) that clips the gradients and returns their norm; it is called on both
-        sides before each optimizer step.
-    shard: a function (name) that says how a rank's tensor of this name is cut from the reference's.
-        It returns one of: None, if the tensor is not cut; (dim, axis), if dimension `dim` is cut
-        into equal chunks over the mesh axis `axis`; (dim, index, count), if the rank has chunk
-        `index` of `count` along `dim`; a list of such tuples, for several cuts; or a function from
-        the whole tensor to the rank's part. DTensors do not need it. Other tensors do not need it
-        if one dimension is 1/n of the reference's and only one axis has degree n.
-    rename: a function or a dict from the parallel code's name of a parameter or module to that of
-        the reference. Prefixes of DDP, FSDP1, torch.compile and checkpoint wrappers are removed
-        before.
+    optimizer: (parameters) -> the optimizer of either side; by default AdamW with lr 1e-3.
+    clip: (model) -> the norm of the gradients, which it clips; called on both sides before each
+        optimizer step.
+    shard: (name) -> how a rank's tensor is cut from the reference's. None: it is not. (dim, axis):
+        into equal chunks over the mesh axis. (dim, index, count): chunk `index` of `count`. Or a
+        list of such tuples, or a function from the whole tensor to the part. Not needed for
+        DTensors, nor if one dimension is 1/n of the reference's and only one axis has degree n.
+    rename: a function or dict from the parallel code's name of a parameter or module, without
+        prefixes of DDP, FSDP1, torch.compile and checkpoint wrappers, to the reference's.
     copy_weights: start from the reference's weights instead of comparing the starting values.
-    leave_out: names or patterns ("*.counts") of the reference's parameters, buffers and modules
-        that are not compared.
-    modules: whether to record what modules receive and return, by forward hooks.
-    dtype: "float64", "float32" or "bfloat16", torch's default dtype while the functions run.
+    leave_out: names or patterns ("*.counts") of the reference's parameters, buffers and modules to
+        leave out.
+    modules: whether forward hooks record what modules receive and return.
+    dtype: "float64", "float32" or "bfloat16", torch's default while the functions run.
     tolerance: the largest relative difference that counts as agreement, or "sensitivity": as much
-        as rounding moves the reference, for dtypes that round coarsely. docs/compare.md explains
-        both and the default.
-    seed: torch.manual_seed gets it before `reference` and before `parallel` is called; None for no
-        seed.
+        as rounding moves the reference. docs/compare.md has the default.
+    seed: of torch.manual_seed before `reference` and before `parallel`; None: none.
     timeout_seconds: how long the ranks may take altogether.
-    max_ranks: the largest number of ranks to start; by default as many as the cores and the
-        memory of this machine allow.
-    threads: whether the ranks are threads of this process, of which one runs at a time: up to
-        4,096, without a timeout, and a breakpoint stops all of them; what the functions change in
-        the process stays changed. By default they are if there are too many for processes.
+    max_ranks: the most ranks to start; by default as the machine's cores and memory allow.
+    threads: whether the ranks are threads of this process: up to 4,096, without a timeout; a
+        breakpoint stops all of them, and what the functions change in the process stays changed. By
+        default, if there are too many for processes.
 
     Raises ConfigError for a mistake in the arguments and TitanliteError if the reference does not
     run. An exception on a rank is part of the result.
@@ -132,8 +123,8 @@ def assert_equivalent(
 class Comparer:
     """A context manager: all comparisons in its `with` block run on the same processes.
 
-    That is faster than new processes for each. Global state that the caller's code changes stays
-    changed for the next comparison. With `threads`, the ranks are threads of this process.
+    That is faster. Global state that the caller's code changes stays changed for the next
+    comparison.
     """
 
     def __init__(
