@@ -64,7 +64,6 @@ def test_the_strategy_file_of_the_page_is_1f1b(tmp_path, capsys):
     ("page", "command"),
     [
         ("ladder.md", "ladder"),
-        ("ladder.md", "ladder --workers-per-node 4"),
         ("ladder.md", "ladder --dp 4 --pp 2 --items 32 --overlap --microbatch 2"),
         (
             "simulate.md",
@@ -82,6 +81,19 @@ def test_the_strategy_file_of_the_page_is_1f1b(tmp_path, capsys):
 def test_table_is_what_its_command_prints(page, command, capsys):
     assert main(["simulate", *command.split()]) == 0
     assert capsys.readouterr().out.strip() in (DOCS / page).read_text()
+
+
+def test_fast_links_save_what_the_page_says(capsys):
+    assert main(["simulate", "ladder", "--workers-per-node", "4"]) == 0
+    table = capsys.readouterr().out
+    page = " ".join((DOCS / "ladder.md").read_text().split())
+    for name, claim in (
+        ("2D DP x TP", "2D DP x TP takes {} s instead of 33.6"),
+        ("3D DP x PP x TP", "3D {} s instead of 20.4"),
+        ("1D DP, ring", "DP with a ring {} s instead of 15.8"),
+    ):
+        row = next(line for line in table.splitlines() if line.startswith(name))
+        assert claim.format(row.removeprefix(name).split()[1]) in page
 
 
 def test_script_draws_what_the_page_shows(capsys):
