@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import TitanliteError, suggest
+from titanlite.observe.terminal import telling
 from titanlite.ranks.signals import ending_with_the_output, interrupt_status, unwinding_at_sigterm
 from titanlite.tools.options import fitted, program
 from titanlite.version import VERSION
@@ -234,7 +235,8 @@ def _run(name: str, rest: Sequence[str]) -> int:
                 module = command.parts[words.pop(0)]
             elif command.of_torchtitan and _is_of_torchtitan(rest):
                 module, function = "titanlite.tools.torchtitan.command", command.of_torchtitan
-            run = getattr(import_module(module), function)
+            with telling(f"loading titanlite {name}"):
+                run = getattr(import_module(module), function)
             if command.has_own_end or not {"-h", "--help"} & set(rest):
                 return int(run(words))
             with redirect_stdout(io.StringIO()) as text:

@@ -33,10 +33,15 @@ def terminal_width(stream: TextIO, otherwise: int = DEFAULT_WIDTH) -> int:
 
 
 def tell(what: str, end: str = "\n") -> None:
-    """Say on stderr, if that is a terminal, what runs now, in place of what `telling` shows."""
+    """Say on stderr what runs now: on a terminal in place of what `telling` shows, else in a line.
+
+    Where something stands in for stderr, as in a notebook, nothing is said.
+    """
     if is_terminal(sys.stderr):
         shown = f"{what} ..."[: terminal_width(sys.stderr) - 1] if what else ""
         print(f"\r\x1b[2K{shown}", end=end, file=sys.stderr, flush=True)
+    elif what and sys.stderr is sys.__stderr__:
+        print(f"{what} ...", file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
@@ -47,20 +52,23 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
-    """As `tell`, and for how long it has run, each second until it ends."""
+    """As `tell` after a second; on a terminal with the time it has run, each second to its end."""
     ended, start = threading.Event(), time.monotonic()
 
     def tick() -> None:
         while not ended.wait(SILENT_SECONDS):
-            tell(f"{time.monotonic() - start:3.0f} s  {what}", "\r")
+            if is_terminal(sys.stderr):
+                tell(f"{time.monotonic() - start:3.0f} s  {what}", "\r")
+            else:
+                tell(what)
+                ended.wait()
 
     clock = threading.Thread(target=tick, daemon=True)
-    if is_shown := is_terminal(sys.stderr):
-        clock.start()
+    clock.start()
     try:
         yield
     finally:
         ended.set()
-        if is_shown and time.monotonic() - start > SILENT_SECONDS:
+        if time.monotonic() - start > SILENT_SECONDS:
             clock.join()
             tell("", "\r")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from titanlite.config.model import num_experts
 from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show, show_name
 from titanlite.errors import ConfigError
-from titanlite.observe.terminal import is_terminal
+from titanlite.observe.terminal import is_terminal, terminal_width
 from titanlite.quantities import format_bytes, format_count, format_seconds
 from titanlite.tools.options import counting_bar
 from titanlite.tools.planner.evaluate import FoundPlan
@@ -25,6 +26,7 @@ from titanlite.tools.planner.search import SearchResult, search
 from titanlite.tools.planner.space import CHANGED, CP, GLOBAL_BATCH, Space, describe, value_of
 
 TOLD_EVERY_SECONDS = 30.0
+PLAN_COLUMN, LEAST_PLAN = 51, 28
 
 
 def make_space(
@@ -101,7 +103,10 @@ def run_search(
 
 
 def show_search(result: SearchResult, hardware: Hardware) -> str:
-    """The best plans, the Pareto front of memory against time, and what was dropped."""
+    """The best plans, the Pareto front of memory against time, and what was dropped.
+
+    On a terminal, in lines that fit it.
+    """
     timed = f"{len(result.found):,} of {result.num_candidates:,} plans were timed"
     lines = [timed if result.is_complete else f"interrupted: {timed}"]
     if not result.is_complete:
@@ -113,22 +118,39 @@ def show_search(result: SearchResult, hardware: Hardware) -> str:
     lines += [f"  {count:,} dropped: {why}" for why, count in result.dropped.most_common()]
     for one in result.failures:
         lines.append(f"  error in {describe(one.changes)}: {one.error}")
-    if not result.found:
-        return "\n".join([*lines, "", f"no plan fits the memory of {hardware.name}"])
-    lines += ["", "the fastest", *_rows(result.best)]
-    lines += ["", "the fastest for their memory", *_rows(result.front)]
+    lines = [part for line in lines for part in _folded(line, " " * 4)]
+    if result.found:
+        lines += ["", "the fastest", *_rows(result.best)]
+        lines += ["", "the fastest for their memory", *_rows(result.front)]
+    elif result.is_complete:
+        lines += ["", f"no plan fits the memory of {hardware.name}"]
+    else:
+        lines += ["", "no plan was found in this time; let the search run for longer"]
     return "\n".join(lines)
 
 
+def _folded(text: str, indent: str) -> list[str]:
+    """A line; on a terminal in lines that fit it, with `indent` before those that follow."""
+    width = terminal_width(sys.stdout, 0) or sys.maxsize
+    return textwrap.wrap(text, width, subsequent_indent=indent)
+
+
 def _rows(plans: Sequence[FoundPlan]) -> Iterator[str]:
-    yield f"  {'tokens/s/rank':>13} {'step':>9} {'MFU':>6} {'memory':>9} {'bubble':>6}  plan"
-    for one in plans:
-        mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
-        rate, seconds = format_count(one.tokens_per_second), format_seconds(one.seconds)
-        yield (
-            f"  {rate:>13} {seconds:>9} {mfu:>6} {format_bytes(one.peak_bytes):>9} "
-            f"{one.bubble:>6.0%}  {describe(one.changes)}"
-        )
+    """A table; on a narrow terminal each plan stands below its figures."""
+    is_narrow = 0 < terminal_width(sys.stdout, 0) < PLAN_COLUMN + LEAST_PLAN
+    indent = " " * (4 if is_narrow else PLAN_COLUMN)
+    figures = f"  {'tokens/s/rank':>13} {'step':>9} {'MFU':>6} {'memory':>9} {'bubble':>6}"
+    for one in (None, *plans):
+        plan = "plan"
+        if one is not None:
+            mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
+            rate, seconds = format_count(one.tokens_per_second), format_seconds(one.seconds)
+            memory, plan = format_bytes(one.peak_bytes), describe(one.changes)
+            figures = f"  {rate:>13} {seconds:>9} {mfu:>6} {memory:>9} {one.bubble:>6.0%}"
+        if is_narrow:
+            yield from (figures, *_folded(indent + plan, indent))
+        else:
+            yield from _folded(f"{figures}  {plan}", indent)
 
 
 def search_figures(result: SearchResult, hardware: Hardware) -> dict[str, Any]:

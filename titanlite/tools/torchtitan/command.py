@@ -74,7 +74,8 @@ exit status: 0 the job has run, 1 it has not, 2 bad input"""
 def debug(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status. Raises ConfigError for bad input."""
     options = parse(arguments, OF_DEBUG, DEBUG_FLAGS, text=DEBUG_HELP)
-    from titanlite.tools.torchtitan.debug import debug_job
+    with telling("loading torchtitan"):
+        from titanlite.tools.torchtitan.debug import debug_job
 
     return debug_job(options)
 
@@ -122,7 +123,9 @@ exit status: 0 printed, 2 bad input"""
 def to_toml(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status. Raises ConfigError for bad input."""
     options = parse(arguments or ["--help"], {}, (), text=IMPORT_HELP)
-    from titanlite.tools.torchtitan.to_toml import import_job
+    with telling("loading the job"):
+        from titanlite.tools.torchtitan.to_toml import import_job
 
-    print(import_job(options), end="")
+        text = import_job(options)
+    print(text, end="")
     return 0
