@@ -17,6 +17,7 @@ from titanlite.observe.terminal import tell
 
 # One Ctrl-C or scancel may reach a process twice: from the terminal, and from its parent.
 ONE_REQUEST_SECONDS = 1.0
+STOPPING = "stopping once it has saved; a second Ctrl-C ends it now"
 
 
 class Orders(Protocol):
@@ -66,7 +67,7 @@ class StopRequest:
         if self._asked_at is None:
             self._asked_at = now
             if self._answers:
-                tell("stopping once it has saved; a second Ctrl-C ends it now", "\r")
+                tell(STOPPING, "\r")
             self.on_request()
         elif now - self._asked_at >= ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt(number)

@@ -59,12 +59,16 @@ def split_options(
     return found, job
 
 
+# Of a line of help, what stands before its text.
+BEGIN = r"  --\S+(?: [A-Z]\S*)? +|  \w[\w-]* +|usage: |(?: {7,}|  )\$ | {7,}|"
+
+
 def fitted(text: str) -> str:
     """A help in lines that fit a terminal; what a word is for stays in its column."""
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     lines = []
     for line in re.sub(r"(?<=\S)\n(?: {20,}|(?=\S))", " ", _as_typed(text)).split("\n"):
-        begin = re.match(r"  --\S+(?: [A-Z]\S*)? +|  \w[\w-]* +|usage: | {7,}|", line)
+        begin = re.match(BEGIN, line)
         after = " " * len(begin[0] if begin else "")
         lines += textwrap.wrap(line, width, subsequent_indent=after, break_on_hyphens=False) or [""]
     return "\n".join(lines)
@@ -101,6 +105,20 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, usage: str = "", **more: Any) -> None:
         usage = usage and fitted(f"usage: {usage}").removeprefix("usage: ")
         super().__init__(_as_typed(prog), usage or None, **more)
+
+    def format_help(self) -> str:
+        # Options are listed below it: in the usage, they would take up to 15 lines.
+        words = {"?": "[{}]", "*": "[{} ...]"}
+        names = []
+        for one in self._actions:
+            name = "|".join(one.choices or ()) or str(one.metavar or one.dest)
+            if not one.option_strings:
+                names.append(words.get(str(one.nargs), "{}").format(name))
+            elif one.required:
+                names.append(f"{one.option_strings[0]} {name}")
+        usage = fitted(" ".join(["usage:", self.prog, *names, "[options]"]))
+        self.usage = self.usage or usage.removeprefix("usage: ")
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))

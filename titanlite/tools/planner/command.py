@@ -80,7 +80,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="titanlite plan", description=__doc__, epilog=EPILOG)
+    usage = "titanlite plan JOB.toml [options] [--section.key=value ...]"
+    parser = Parser("titanlite plan", usage, description=__doc__, epilog=EPILOG)
     add = parser.add_argument
     add("job", nargs="?", help="the TOML file of the job")
     add("--json", metavar="FILE", help="write all figures to a file")
