@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import TitanliteError, suggest
-from titanlite.observe.terminal import telling
+from titanlite.observe.terminal import folded, telling
 from titanlite.ranks.signals import ending_with_the_output, interrupt_status, unwinding_at_sigterm
 from titanlite.tools.options import fitted, program
 from titanlite.version import VERSION
@@ -225,7 +225,7 @@ def _run(name: str, rest: Sequence[str]) -> int:
     if name not in COMMANDS:
         known = [*COMMANDS, "--help", "--version"]
         advice = suggest(name, known, f"choose from {', '.join(COMMANDS)}")
-        print(f"titanlite: no command {name!r}; {advice}", file=sys.stderr)
+        print(folded(f"titanlite: no command {name!r}; {advice}", sys.stderr), file=sys.stderr)
         return 2
     command = COMMANDS[name]
     try:
@@ -250,7 +250,7 @@ def _run(name: str, rest: Sequence[str]) -> int:
     except KeyboardInterrupt as stop:
         return interrupt_status(stop)
     except TitanliteError as error:
-        print(f"titanlite {name}: {error}", file=sys.stderr)
+        print(folded(f"titanlite {name}: {error}", sys.stderr), file=sys.stderr)
         return 2
 
 

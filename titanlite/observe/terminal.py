@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -32,15 +34,19 @@ def terminal_width(stream: TextIO, otherwise: int = DEFAULT_WIDTH) -> int:
         return otherwise
 
 
-def tell(what: str, end: str = "\n") -> None:
-    """Say on stderr what runs now: on a terminal in place of what `telling` shows, else in a line.
+def folded(text: str, stream: TextIO, indent: str = "") -> str:
+    """The text; for a terminal in lines that fit it, with `indent` before those that follow."""
+    width = terminal_width(stream, 0) or sys.maxsize
+    fold = functools.partial(textwrap.wrap, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join("\n".join(fold(line, width)) for line in text.split("\n"))
 
-    Where something stands in for stderr, as in a notebook, nothing is said.
-    """
+
+def tell(what: str, end: str = "\n") -> None:
+    """Say on stderr what runs now: on a terminal in place of what `telling` shows."""
     if is_terminal(sys.stderr):
         shown = f"{what} ..."[: terminal_width(sys.stderr) - 1] if what else ""
         print(f"\r\x1b[2K{shown}", end=end, file=sys.stderr, flush=True)
-    elif what and sys.stderr is sys.__stderr__:
+    elif what and sys.stderr is sys.__stderr__:  # not where a notebook shows it
         print(f"{what} ...", file=sys.stderr, flush=True)
 
 

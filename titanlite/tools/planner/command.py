@@ -115,7 +115,7 @@ def _tensors(resolved: ResolvedJob) -> list[str]:
     buffers = len(accounts) - number
     of_buffers = f", {buffers} persistent buffers" if buffers else ""
     heading = f"{number} parameters{of_buffers}; {resolved.dims.describe()}"
-    return [heading, "", *describe(accounts)]
+    return [heading, "", *describe(accounts, terminal_width(sys.stdout, 0))]
 
 
 def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | None) -> int:

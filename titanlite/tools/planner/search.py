@@ -233,10 +233,8 @@ class _Search:
                 ]
                 # A new worker is deaf to a Ctrl-C, also while it starts.
                 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-                try:
-                    running[self._pool.submit(_evaluate, group, found)] = group
-                finally:
-                    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+                running[self._pool.submit(_evaluate, group, found)] = group
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 group, rows = running.pop(future), future.result()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from titanlite.config.model import num_experts
 from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show, show_name
 from titanlite.errors import ConfigError
-from titanlite.observe.terminal import is_terminal, terminal_width
+from titanlite.observe.terminal import folded, is_terminal, terminal_width
 from titanlite.quantities import format_bytes, format_count, format_seconds
 from titanlite.tools.options import counting_bar
 from titanlite.tools.planner.evaluate import FoundPlan
@@ -118,7 +117,7 @@ def show_search(result: SearchResult, hardware: Hardware) -> str:
     lines += [f"  {count:,} dropped: {why}" for why, count in result.dropped.most_common()]
     for one in result.failures:
         lines.append(f"  error in {describe(one.changes)}: {one.error}")
-    lines = [part for line in lines for part in _folded(line, " " * 4)]
+    lines = [folded(line, sys.stdout, " " * 4) for line in lines]
     if result.found:
         lines += ["", "the fastest", *_rows(result.best)]
         lines += ["", "the fastest for their memory", *_rows(result.front)]
@@ -127,12 +126,6 @@ def show_search(result: SearchResult, hardware: Hardware) -> str:
     else:
         lines += ["", "no plan was found in this time; let the search run for longer"]
     return "\n".join(lines)
-
-
-def _folded(text: str, indent: str) -> list[str]:
-    """A line; on a terminal in lines that fit it, with `indent` before those that follow."""
-    width = terminal_width(sys.stdout, 0) or sys.maxsize
-    return textwrap.wrap(text, width, subsequent_indent=indent)
 
 
 def _rows(plans: Sequence[FoundPlan]) -> Iterator[str]:
@@ -148,9 +141,8 @@ def _rows(plans: Sequence[FoundPlan]) -> Iterator[str]:
             memory, plan = format_bytes(one.peak_bytes), describe(one.changes)
             figures = f"  {rate:>13} {seconds:>9} {mfu:>6} {memory:>9} {one.bubble:>6.0%}"
         if is_narrow:
-            yield from (figures, *_folded(indent + plan, indent))
-        else:
-            yield from _folded(f"{figures}  {plan}", indent)
+            yield figures
+        yield folded(indent + plan if is_narrow else f"{figures}  {plan}", sys.stdout, indent)
 
 
 def search_figures(result: SearchResult, hardware: Hardware) -> dict[str, Any]:
