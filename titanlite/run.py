@@ -81,9 +81,7 @@ def train_on_rank(
     comm = config.comm
     folder = Path(config.job.dump_folder) / comm.save_traces_folder
     with (
-        StopRequest(
-            place.orders, enabled=config.checkpoint.saves, is_first=place.rank == 0
-        ) as stop,
+        StopRequest(place.orders, place.rank, enabled=config.checkpoint.saves) as stop,
         open_world(
             place,
             device_type,

@@ -88,7 +88,7 @@ def test_the_second_request_ends_at_once(monkeypatch):
         assert raised.value.args == (signal.SIGTERM,)
     assert signal.getsignal(signal.SIGTERM) == before
     # A rank that is not the first, and one whose launcher says it.
-    for silent in (StopRequest(is_first=False), StopRequest(StopOrders(StopRequest()))):
+    for silent in (StopRequest(rank=1), StopRequest(StopOrders(StopRequest()))):
         heard.clear()
         with silent:
             signal.raise_signal(signal.SIGTERM)

@@ -50,8 +50,7 @@ def help_text(own_keys: Mapping[str, Key], example: str, asked: str = "") -> str
             text += f"\n  {name:<{SECTION_WIDTH}}{about}"
         for line in text.split("\n"):
             indent = re.sub(r"(  \S+ +|usage: |).*", lambda m: " " * len(m[1]), line)
-            part = textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
-            lines += part or [""]
+            lines += [textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)]
         return "\n".join(lines)
 
     live = (key for key in (*job_keys().values(), *own_keys.values()) if key.is_live)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import textwrap
@@ -36,9 +35,9 @@ def terminal_width(stream: TextIO, otherwise: int = DEFAULT_WIDTH) -> int:
 
 def folded(text: str, stream: TextIO, indent: str = "") -> str:
     """The text; for a terminal in lines that fit it, with `indent` before those that follow."""
-    width = terminal_width(stream, 0) or sys.maxsize
-    fold = functools.partial(textwrap.wrap, subsequent_indent=indent, break_on_hyphens=False)
-    return "\n".join("\n".join(fold(line, width)) for line in text.split("\n"))
+    wrapper = textwrap.TextWrapper(terminal_width(stream, 0) or sys.maxsize, "", indent)
+    wrapper.break_on_hyphens = False
+    return "\n".join(map(wrapper.fill, text.split("\n")))
 
 
 def tell(what: str, end: str = "\n") -> None:

@@ -31,16 +31,14 @@ class StopRequest:
     """Records the first SIGINT or SIGTERM: `with StopRequest() as stop: ... stop.is_asked`.
 
     A second signal, at least a second later, raises KeyboardInterrupt(number). `orders` is the pipe
-    on which a rank's launcher forwards a request; `on_request` is called at the first signal. If
-    `is_first` and without orders, it is answered on stderr. Signals that are already ignored stay
-    ignored. With `enabled` False, nothing is changed.
+    on which a rank's launcher forwards a request; `on_request` is called at the first signal, which
+    `rank` 0 or the launcher answers. Signals that are already ignored stay ignored. With `enabled`
+    False, nothing is changed.
     """
 
-    def __init__(
-        self, orders: Orders | None = None, *, enabled: bool = True, is_first: bool = True
-    ) -> None:
+    def __init__(self, orders: Orders | None = None, rank: int = 0, enabled: bool = True) -> None:
         self.on_request: Callable[[], None] = lambda: None
-        self._answers = is_first and orders is None
+        self._answers = rank == 0 and orders is None
         self._orders = orders if enabled else None
         self._enabled = enabled and threading.current_thread() is threading.main_thread()
         self._before: dict[int, Any] = {}

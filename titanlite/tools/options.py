@@ -59,16 +59,12 @@ def split_options(
     return found, job
 
 
-# Of a line of help, what stands before its text.
-BEGIN = r"  --\S+(?: [A-Z]\S*)? +|  \w[\w-]* +|usage: |(?: {7,}|  )\$ | {7,}|"
-
-
 def fitted(text: str) -> str:
     """A help in lines that fit a terminal; what a word is for stays in its column."""
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     lines = []
     for line in re.sub(r"(?<=\S)\n(?: {20,}|(?=\S))", " ", _as_typed(text)).split("\n"):
-        begin = re.match(BEGIN, line)
+        begin = re.match(r"  --\S+(?: [A-Z]\S*)? +|  \w[\w-]* +|usage: | +\$ | {7,}|", line)
         after = " " * len(begin[0] if begin else "")
         lines += textwrap.wrap(line, width, subsequent_indent=after, break_on_hyphens=False) or [""]
     return "\n".join(lines)
@@ -108,16 +104,13 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         # Options are listed below it: in the usage, they would take up to 15 lines.
-        words = {"?": "[{}]", "*": "[{} ...]"}
-        names = []
+        words = ["usage:", self.prog]
         for one in self._actions:
             name = "|".join(one.choices or ()) or str(one.metavar or one.dest)
-            if not one.option_strings:
-                names.append(words.get(str(one.nargs), "{}").format(name))
-            elif one.required:
-                names.append(f"{one.option_strings[0]} {name}")
-        usage = fitted(" ".join(["usage:", self.prog, *names, "[options]"]))
-        self.usage = self.usage or usage.removeprefix("usage: ")
+            if one.required or not one.option_strings:
+                name = {"?": f"[{name}]", "*": f"[{name} ...]"}.get(str(one.nargs), name)
+                words += [*one.option_strings, name]
+        self.usage = self.usage or fitted(" ".join([*words, "[options]"])).partition(" ")[2]
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -207,11 +200,6 @@ def counting_bar() -> Any:
     from rich.console import Console
 
     console = Console(stderr=True)
-    return progress.Progress(
-        progress.TextColumn("[progress.description]{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+    text = progress.TextColumn("[progress.description]{task.description}")
+    more = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
+    return progress.Progress(text, *more, console=console, disable=not console.is_terminal)

@@ -151,8 +151,7 @@ def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | N
             best = override(asked, result.best[0].changes)
             write(options.best, report.write_toml(best))
         print(report.show_search(result, hardware))
-        noted = "\n".join(f"note: {note}" for note in notes)
-        print(noted, end="\n" if notes else "", flush=True)
+        print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
     return 0 if result.best and not result.failures else 1
 
 

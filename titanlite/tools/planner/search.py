@@ -107,15 +107,11 @@ def search(
 
 @contextlib.contextmanager
 def interrupted_once() -> Iterator[None]:
-    """Inside, only the first SIGINT or SIGTERM raises: what was found is kept, and printed.
-
-    `timeout -s INT` sends two, and so does who presses Ctrl-C twice.
-    """
-    numbers: list[int] = []
+    """Inside, only the first SIGINT or SIGTERM raises; `timeout -s INT` sends two."""
+    first = iter([True])
 
     def interrupt(number: int, _frame: object) -> None:
-        numbers.append(number)
-        if len(numbers) == 1:
+        if next(first, False):
             raise KeyboardInterrupt(number)
 
     with handling(interrupt, signal.SIGINT, signal.SIGTERM):

@@ -102,10 +102,7 @@ def run_search(
 
 
 def show_search(result: SearchResult, hardware: Hardware) -> str:
-    """The best plans, the Pareto front of memory against time, and what was dropped.
-
-    On a terminal, in lines that fit it.
-    """
+    """The best plans, the Pareto front of memory against time, and what was dropped."""
     timed = f"{len(result.found):,} of {result.num_candidates:,} plans were timed"
     lines = [timed if result.is_complete else f"interrupted: {timed}"]
     if not result.is_complete:
@@ -118,31 +115,27 @@ def show_search(result: SearchResult, hardware: Hardware) -> str:
     for one in result.failures:
         lines.append(f"  error in {describe(one.changes)}: {one.error}")
     lines = [folded(line, sys.stdout, " " * 4) for line in lines]
-    if result.found:
-        lines += ["", "the fastest", *_rows(result.best)]
-        lines += ["", "the fastest for their memory", *_rows(result.front)]
-    elif result.is_complete:
-        lines += ["", f"no plan fits the memory of {hardware.name}"]
-    else:
-        lines += ["", "no plan was found in this time; let the search run for longer"]
+    if not result.found:
+        why = f"fits the memory of {hardware.name}" if result.is_complete else "was found so soon"
+        return "\n".join([*lines, "", f"no plan {why}"])
+    lines += ["", "the fastest", *_rows(result.best)]
+    lines += ["", "the fastest for their memory", *_rows(result.front)]
     return "\n".join(lines)
 
 
 def _rows(plans: Sequence[FoundPlan]) -> Iterator[str]:
     """A table; on a narrow terminal each plan stands below its figures."""
     is_narrow = 0 < terminal_width(sys.stdout, 0) < PLAN_COLUMN + LEAST_PLAN
-    indent = " " * (4 if is_narrow else PLAN_COLUMN)
-    figures = f"  {'tokens/s/rank':>13} {'step':>9} {'MFU':>6} {'memory':>9} {'bubble':>6}"
-    for one in (None, *plans):
-        plan = "plan"
-        if one is not None:
-            mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
-            rate, seconds = format_count(one.tokens_per_second), format_seconds(one.seconds)
-            memory, plan = format_bytes(one.peak_bytes), describe(one.changes)
-            figures = f"  {rate:>13} {seconds:>9} {mfu:>6} {memory:>9} {one.bubble:>6.0%}"
-        if is_narrow:
-            yield figures
-        yield folded(indent + plan if is_narrow else f"{figures}  {plan}", sys.stdout, indent)
+    indent, between = " " * (4 if is_narrow else PLAN_COLUMN), "\n    " if is_narrow else "  "
+    rows = [("tokens/s/rank", "step", "MFU", "memory", "bubble", "plan")]
+    for one in plans:
+        mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
+        rate, seconds = format_count(one.tokens_per_second), format_seconds(one.seconds)
+        memory, bubble = format_bytes(one.peak_bytes), f"{one.bubble:.0%}"
+        rows.append((rate, seconds, mfu, memory, bubble, describe(one.changes)))
+    for *figures, plan in rows:
+        row = "  {:>13} {:>9} {:>6} {:>9} {:>6}".format(*figures)
+        yield folded(row + between + plan, sys.stdout, indent)
 
 
 def search_figures(result: SearchResult, hardware: Hardware) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from titanlite.errors import ConfigError
-from titanlite.observe.terminal import tell
 from titanlite.ranks.launch import Place
 from titanlite.ranks.world import open_world
 from titanlite.tools.debug.command import debug_ranks
@@ -27,7 +26,6 @@ def debug_job(options: Options) -> int:
             raise ConfigError(
                 f"--rank: {options.rank} is no rank of this job; give 0 to {size - 1}"
             )
-        tell(f"starting {size} ranks as threads")
         return debug_ranks(size, options.rank, _train, job, options)
 
 

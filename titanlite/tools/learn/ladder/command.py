@@ -54,8 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     wrote = write_timelines(options, timelines)
     if not options.quiet:
         what = "all losses, gradients and new weights equal a single process's"
-        text = f"{workload.items} items; {what}; times in virtual seconds:"
-        print(folded(text, sys.stdout))
+        print(folded(f"{workload.items} items; {what}; times in virtual seconds:", sys.stdout))
     print("\n".join([ladder_table([measured for measured, _ in runs]), *wrote]))
     return 0
 

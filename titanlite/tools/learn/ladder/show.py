@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.observe.terminal import folded
 from titanlite.schedule.timeline import Span
 from titanlite.tools.figures.schedule_text import draw_text
 from titanlite.tools.learn.ladder.command import FILES, add_arguments, make_network, make_workload
@@ -64,13 +62,12 @@ def describe(name: str, train: Train, typed: str, arguments: Sequence[str]) -> s
         "-: messages; .: waiting"
     )
     timeline = replace(drawn, caption=caption)
-    checked = f"All losses, gradients and new weights of {workload.items} items equal a single "
-    checked += "process's."
     wrote = write_timelines(options, [timeline])
     return "\n\n".join(
         [
             draw_text(replace(timeline, spans=[*drawn.spans, *exposed]), options.columns),
-            folded(checked, sys.stdout) + "\nThe rung, and those below it:",
+            f"All losses, gradients and new weights\nof {workload.items} items equal a single "
+            "process's. The rung, and those below it:",
             "\n".join([ladder_table([*rows, measured]), *wrote]),
         ]
     )
