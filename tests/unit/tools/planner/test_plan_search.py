@@ -299,7 +299,8 @@ def test_after_two_interrupts_the_best_plan_is_printed(
     monkeypatch.setattr("titanlite.tools.planner.search_report.run_search", interrupted)
     assert cli.main(["plan", str(JOB), "--search", "--hardware=h100", "--ranks=8"]) == 0
     assert "interrupted: 1 of 2 plans were timed" in (shown := capsys.readouterr().out)
-    monkeypatch.setattr("titanlite.tools.planner.search_report.terminal_width", lambda *_: 60)
+    for module in ("observe.terminal", "tools.planner.search_report"):
+        monkeypatch.setattr(f"titanlite.{module}.terminal_width", lambda *_: 60)
     folded = show_search(SearchResult(2, [good]), H100)
     assert f"\n    {describe(plan)}" in folded
     assert max(map(len, folded.splitlines())) <= 60 < max(map(len, shown.splitlines()))
