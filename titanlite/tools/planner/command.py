@@ -26,8 +26,6 @@ from titanlite.tools.planner.report import figures, show
 from titanlite.tools.planner.space import KEPT_TRAINING
 from titanlite.tools.planner.spans import draw_schedules, make_timeline, step_spans
 
-EPILOG = "Any key of the job can follow: --section.key=value."
-
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
@@ -81,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     usage = "titanlite plan JOB.toml [options] [--section.key=value ...]"
-    parser = Parser("titanlite plan", usage, description=__doc__, epilog=EPILOG)
+    parser = Parser("titanlite plan", usage, description=__doc__)
     add = parser.add_argument
     add("job", nargs="?", help="the TOML file of the job")
     add("--json", metavar="FILE", help="write all figures to a file")
