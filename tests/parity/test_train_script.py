@@ -254,7 +254,7 @@ def test_every_way_to_start_gives_the_same_losses(tmp_path):
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "self"), rel=1e-5)
         assert outputs[name][0].count("step 3/3") == 1, "one rank alone prints"
         assert own_files(temporary[name]) == []
-    assert outputs["self"][1] == outputs["one"][1] == outputs["tp4"][1] == ""
+    assert [errors(outputs[name][1]) for name in ("self", "one", "tp4")] == [""] * 3
     assert "USDT" not in outputs["torchrun"][1]
     traces = sorted(path.name for path in (tmp_path / "torchrun").glob("profile_traces/*/*"))
     assert traces == ["rank0_trace.json", "rank1_trace.json"]
