@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import TitanliteError, suggest
+from titanlite.observe.terminal import folded, telling
 from titanlite.ranks.signals import ending_with_the_output, interrupt_status, unwinding_at_sigterm
 from titanlite.tools.options import fitted, program
 from titanlite.version import VERSION
@@ -224,7 +225,7 @@ def _run(name: str, rest: Sequence[str]) -> int:
     if name not in COMMANDS:
         known = [*COMMANDS, "--help", "--version"]
         advice = suggest(name, known, f"choose from {', '.join(COMMANDS)}")
-        print(f"titanlite: no command {name!r}; {advice}", file=sys.stderr)
+        print(folded(f"titanlite: no command {name!r}; {advice}", sys.stderr), file=sys.stderr)
         return 2
     command = COMMANDS[name]
     try:
@@ -234,7 +235,8 @@ def _run(name: str, rest: Sequence[str]) -> int:
                 module = command.parts[words.pop(0)]
             elif command.of_torchtitan and _is_of_torchtitan(rest):
                 module, function = "titanlite.tools.torchtitan.command", command.of_torchtitan
-            run = getattr(import_module(module), function)
+            with telling(f"loading titanlite {name}"):
+                run = getattr(import_module(module), function)
             if command.has_own_end or not {"-h", "--help"} & set(rest):
                 return int(run(words))
             with redirect_stdout(io.StringIO()) as text:
@@ -248,7 +250,7 @@ def _run(name: str, rest: Sequence[str]) -> int:
     except KeyboardInterrupt as stop:
         return interrupt_status(stop)
     except TitanliteError as error:
-        print(f"titanlite {name}: {error}", file=sys.stderr)
+        print(folded(f"titanlite {name}: {error}", sys.stderr), file=sys.stderr)
         return 2
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from titanlite.callbacks import Callbacks, Recording, TrainResult
 from titanlite.config import ResolvedJob, read_job
-from titanlite.observe.terminal import tell
+from titanlite.observe.terminal import tell, telling
 from titanlite.ranks.fork_server import prepare_environment
 from titanlite.ranks.launch import Place, torchrun_place
 from titanlite.ranks.signals import StopRequest, ending_with_the_output
@@ -33,13 +33,16 @@ def main(argv: Sequence[str], tools: Tools, *, example: str = EXAMPLE) -> int:
     with ending_with_the_output(), reporting_errors() as ended:
         ended.place = torchrun_place()
         world = None if ended.place is None or ended.place.world_size == 1 else ended.place
-        read = read_job(argv, needs_file=example)
-        if read.config.memory_estimation.enable:
+        is_first = world is None or world.rank == 0
+        with telling("checking the job") if is_first else contextlib.nullcontext():
+            read, planner = read_job(argv, needs_file=example), tools.planner
+            estimates = read.config.memory_estimation.enable
+            start = None if estimates else check_start(read, world, trains=True, planner=planner)
+        if start is None:
             num_ranks = None if world is None else world.world_size
-            tools.planner.print_memory(read, num_ranks, is_first=world is None or world.rank == 0)
+            planner.print_memory(read, num_ranks, is_first=is_first)
         else:
-            start = check_start(read, world, trains=True, planner=tools.planner)
-            if world is None:
+            if is_first:
                 size = start.job.dims.world_size
                 tell(f"starting {size} rank{'s' * (size > 1)}")
             run_job(train_on_rank, start, world, None, tools.artist)
@@ -78,7 +81,7 @@ def train_on_rank(
     comm = config.comm
     folder = Path(config.job.dump_folder) / comm.save_traces_folder
     with (
-        StopRequest(place.orders, enabled=config.checkpoint.saves) as stop,
+        StopRequest(place.orders, place.rank, enabled=config.checkpoint.saves) as stop,
         open_world(
             place,
             device_type,

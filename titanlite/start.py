@@ -26,6 +26,7 @@ from titanlite.errors import (
     collecting,
 )
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.observe.terminal import folded
 from titanlite.parallelize.steps import features_on
 from titanlite.quantities import ITEMSIZE
 from titanlite.ranks.launch import ALONE, Place, choose_device, count_gpus, spawn
@@ -196,7 +197,7 @@ def reporting_errors() -> Iterator[ExitStatus]:
         # Before the rendezvous every rank raises the same error; one rank per machine prints it.
         prints = error.is_printed_here
         if prints or (prints is None and (ended.place is None or ended.place.local_rank == 0)):
-            print(error, file=sys.stderr)
+            print(folded(f"{error}", sys.stderr), file=sys.stderr)
         elif prints is None:
             # torchrun ends all ranks once one has failed: wait until the error has been printed.
             threading.Event().wait(SILENT_SECONDS)

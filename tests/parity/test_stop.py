@@ -15,6 +15,7 @@ from test_train_script import (
     assert_all_gone,
     command,
     environment,
+    errors,
     free_port,
     losses,
     metrics,
@@ -25,7 +26,8 @@ from test_train_script import (
     started,
 )
 
-from titanlite.ranks.signals import StopRequest
+from titanlite.ranks.signals import STOPPING, StopRequest
+from titanlite.ranks.threads import StopOrders
 from titanlite.tools.convert.stored import find_checkpoint
 
 SAVING = {
@@ -56,7 +58,8 @@ def test_a_stopped_run_has_saved_its_last_step(tmp_path, number, to_group):
         read_until(process, "checkpoint: step-3 saved")
         (os.killpg if to_group else os.kill)(process.pid, number)
         stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
-        assert (process.returncode, stderr) == (0, "")
+        assert (process.returncode, errors(stderr)) == (0, "")
+        assert stderr.endswith(f"starting 2 ranks ...\n{STOPPING} ...\n")
         assert stdout.endswith("stopped as requested; run the same command to resume\n")
         assert_all_gone(process.pid)
         assert own_files(tmp_path / "tmp") == []
@@ -70,6 +73,7 @@ def test_the_second_request_ends_at_once(monkeypatch):
     monkeypatch.setattr("titanlite.ranks.signals.time.monotonic", lambda: now[0])
     before = signal.getsignal(signal.SIGTERM)
     heard = []
+    monkeypatch.setattr("titanlite.ranks.signals.tell", lambda *words: heard.append(words[0]))
     with StopRequest() as stop:
         stop.on_request = lambda: heard.append(True)
         assert not stop.is_asked
@@ -77,12 +81,18 @@ def test_the_second_request_ends_at_once(monkeypatch):
         # torchrun passes on what reached this process already.
         signal.raise_signal(signal.SIGTERM)
         assert stop.is_asked
-        assert heard == [True]
+        assert heard == [STOPPING, True]
         now[0] += 1.5
         with pytest.raises(KeyboardInterrupt) as raised:
             signal.raise_signal(signal.SIGTERM)
         assert raised.value.args == (signal.SIGTERM,)
     assert signal.getsignal(signal.SIGTERM) == before
+    # A rank that is not the first, and one whose launcher says it.
+    for silent in (StopRequest(rank=1), StopRequest(StopOrders(StopRequest()))):
+        heard.clear()
+        with silent:
+            signal.raise_signal(signal.SIGTERM)
+        assert (silent.is_asked, heard) == (True, [])
     with StopRequest(enabled=False) as stop, pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), *(ROOT / "models").rglob("*.py")])
 
 FLOORS = (
-    ("version", "errors", "fields", "files", "lazy", "pickles"),
+    ("version", "errors", "fields", "files", "lazy", "pickles", "observe.terminal"),
     ("quantities", "plan_row", "registry"),
     ("mesh", "schedule"),
     # What a feature tells of itself without torch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,8 +22,8 @@ examples:
 
 usage: {program} {file} [--section.key=VALUE ...]
 
-A job is a TOML file. Options override its keys: --training.steps=100 or --training.steps 100;
---compile.enable, or =true, or =false; --compile.components=model,loss. The value none unsets a
+A job is a TOML file. Options override its keys: --training.steps=100 or --training.steps 100; \
+--compile.enable, or =true, or =false; --compile.components=model,loss. The value none unsets a \
 key. `--help SECTION` lists the keys of a section, and `--help all` those of all sections:
 """
 
@@ -37,18 +38,21 @@ def help_text(own_keys: Mapping[str, Key], example: str, asked: str = "") -> str
     `own_keys` are the keys of the model's own configuration; `example` is a command with a file.
     Raises ConfigError if there is no section or key `asked`.
     """
-    width = min(max(shutil.get_terminal_size((100, 24)).columns, 72), 120)
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, 60), 120)
     sections = job_sections()
+    lines: list[str] = []
     if not asked or asked.endswith(".toml"):
         start, _, file = example.rpartition(" ")
         option, equals, _ = file.rpartition("=")
-        lines = [USAGE.format(example=example, program=start, file=f"{option}{equals}FILE")]
+        text = USAGE.format(example=example, program=start, file=f"{option}{equals}FILE")
         for name in dict.fromkeys(key.section for key in job_keys().values() if key.is_live):
             about = (sections[name].__doc__ or "").partition(". ")[0]
-            lines.append(f"  {name:<{SECTION_WIDTH}}{about}")
+            text += f"\n  {name:<{SECTION_WIDTH}}{about}"
+        for line in text.split("\n"):
+            indent = re.sub(r"(  \S+ +|usage: |).*", lambda m: " " * len(m[1]), line)
+            lines += [textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)]
         return "\n".join(lines)
 
-    lines = []
     live = (key for key in (*job_keys().values(), *own_keys.values()) if key.is_live)
     for section, keys in by_section(
         key for key in live if asked == "all" or f"{key.name}.".startswith(f"{asked}.")

@@ -396,7 +396,7 @@ class Validation(Section):
     enable: bool = key(False, "validate every freq training steps")
     dataset: str | None = key(
         None,
-        "data set; the held-out part of training.dataset if not set",
+        "data set, also hf_validation or c4_validation; training's held-out part if not set",
         torchtitan="c4_validation",
     )
     dataset_path: str | None = key(None, "its folder; training.dataset_path if neither key is set")

@@ -27,6 +27,7 @@ PLAIN_WIDTH = 80
 IN_BRIEF = ("device", "model", "data", "batch", "steps", "output", "starts from")
 _HEADINGS = ("feature", "requested", "active", "note")
 _BETWEEN = "  "
+_MARK = ("  ", "! ")  # of a row as it was asked for, and of one that differs
 _LEAST_NOTE = 24
 
 
@@ -115,7 +116,7 @@ def _fact_lines(facts: Iterable[Fact], width: int) -> list[_Line]:
     indent = 2 + max(len(fact.name) for fact in facts) + len(_BETWEEN)
     lines = []
     for fact in facts:
-        head = f"{_mark(fact.differs)}{fact.name}".ljust(indent)
+        head = f"{_MARK[fact.differs]}{fact.name}".ljust(indent)
         lines += _hanging(head, fact.text, width, fact.differs)
     return lines
 
@@ -126,22 +127,15 @@ def _plan_lines(rows: Sequence[PlanRow], width: int) -> list[_Line]:
     off = [row.feature for row in rows if row not in shown]
     cells = [(row.feature, row.requested, row.active) for row in shown]
     widths = [max(map(len, column)) for column in zip(_HEADINGS[:3], *cells, strict=True)]
-    if shown:
-        head = "  " + _BETWEEN.join(map(str.ljust, _HEADINGS, widths)) + _BETWEEN + _HEADINGS[3]
-        lines = [_Line(head, len(head))]
-    else:
-        lines = []
+    head = "  " + _BETWEEN.join(map(str.ljust, _HEADINGS, widths)) + _BETWEEN + _HEADINGS[3]
+    lines = [_Line(head, len(head))] if shown else []
     for row, of_row in zip(shown, cells, strict=True):
-        head = _mark(row.differs) + _BETWEEN.join(map(str.ljust, of_row, widths)) + _BETWEEN
+        head = _MARK[row.differs] + _BETWEEN.join(map(str.ljust, of_row, widths)) + _BETWEEN
         lines += _hanging(head, row.note, width, row.differs, len(row.feature) + 2)
     if off:
         head = f"  {'off':<{widths[0]}}{_BETWEEN}"
         lines += _hanging(head, ", ".join(off), width, False)
     return lines
-
-
-def _mark(differs: bool) -> str:
-    return "! " if differs else "  "
 
 
 def _hanging(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -32,11 +33,20 @@ def terminal_width(stream: TextIO, otherwise: int = DEFAULT_WIDTH) -> int:
         return otherwise
 
 
+def folded(text: str, stream: TextIO, indent: str = "") -> str:
+    """The text; for a terminal in lines that fit it, with `indent` before those that follow."""
+    wrapper = textwrap.TextWrapper(terminal_width(stream, 0) or sys.maxsize, "", indent)
+    wrapper.break_on_hyphens = False
+    return "\n".join(map(wrapper.fill, text.split("\n")))
+
+
 def tell(what: str, end: str = "\n") -> None:
-    """Say on stderr, if that is a terminal, what runs now, in place of what `telling` shows."""
+    """Say on stderr what runs now: on a terminal in place of what `telling` shows."""
     if is_terminal(sys.stderr):
         shown = f"{what} ..."[: terminal_width(sys.stderr) - 1] if what else ""
         print(f"\r\x1b[2K{shown}", end=end, file=sys.stderr, flush=True)
+    elif what and sys.stderr is sys.__stderr__:  # not where a notebook shows it
+        print(f"{what} ...", file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
@@ -47,20 +57,23 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
-    """As `tell`, and for how long it has run, each second until it ends."""
+    """As `tell` after a second; on a terminal with the time it has run, each second to its end."""
     ended, start = threading.Event(), time.monotonic()
 
     def tick() -> None:
         while not ended.wait(SILENT_SECONDS):
-            tell(f"{time.monotonic() - start:3.0f} s  {what}", "\r")
+            if is_terminal(sys.stderr):
+                tell(f"{time.monotonic() - start:3.0f} s  {what}", "\r")
+            else:
+                tell(what)
+                ended.wait()
 
     clock = threading.Thread(target=tick, daemon=True)
-    if is_shown := is_terminal(sys.stderr):
-        clock.start()
+    clock.start()
     try:
         yield
     finally:
         ended.set()
-        if is_shown and time.monotonic() - start > SILENT_SECONDS:
+        if time.monotonic() - start > SILENT_SECONDS:
             clock.join()
             tell("", "\r")

@@ -27,6 +27,7 @@ from titanlite.modules.shards import buffers_of, is_sharded, parameters_of
 from titanlite.parallelize.float8.apply import compact
 from titanlite.parallelize.plan import ParallelPlan, matches
 from titanlite.plan_row import PlanRow
+from titanlite.quantities import beside
 
 PARAMETER, BUFFER = "parameter", "buffer"
 REPLICATED, LOCAL = "replicated", "local"
@@ -224,8 +225,8 @@ def summed_row(accounts: Mapping[str, TensorAccount]) -> list[PlanRow]:
     return [PlanRow("summed gradients", number, number, "; ".join(notes))]
 
 
-def describe(accounts: Mapping[str, TensorAccount]) -> list[str]:
-    """The accounts as lines of a table; equal tensors of several blocks share a row."""
+def describe(accounts: Mapping[str, TensorAccount], width: int) -> list[str]:
+    """The accounts as a table in lines of `width`; equal tensors of several blocks share a row."""
     rows: dict[tuple[str, ...], list[TensorAccount]] = {}
     for name, one in accounts.items():
         shape = " x ".join(map(str, one.shape)) or "scalar"
@@ -249,12 +250,8 @@ def describe(accounts: Mapping[str, TensorAccount]) -> list[str]:
         held = f"each of {stages}" if stages else _ranges(numbers)
         table.append((f"{name}{times}", shape, held, layout, gradient))
     is_split = any(row[2] != "0" for row in table[1:])
-    columns = [row if is_split else (*row[:2], *row[3:]) for row in table]
-    widths = [max(len(row[index]) for row in columns) for index in range(len(columns[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in columns
-    ]
+    cells = zip(*(row if is_split else (*row[:2], *row[3:]) for row in table), strict=True)
+    return beside([[one.ljust(max(map(len, column))) for one in column] for column in cells], width)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

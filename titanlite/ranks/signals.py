@@ -13,9 +13,11 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from titanlite.errors import OutputClosedError
+from titanlite.observe.terminal import tell
 
 # One Ctrl-C or scancel may reach a process twice: from the terminal, and from its parent.
 ONE_REQUEST_SECONDS = 1.0
+STOPPING = "stopping once it has saved; a second Ctrl-C ends it now"
 
 
 class Orders(Protocol):
@@ -29,12 +31,14 @@ class StopRequest:
     """Records the first SIGINT or SIGTERM: `with StopRequest() as stop: ... stop.is_asked`.
 
     A second signal, at least a second later, raises KeyboardInterrupt(number). `orders` is the pipe
-    on which a rank's launcher forwards a request; `on_request` is called at the first signal.
-    Signals that are already ignored stay ignored. With `enabled` False, nothing is changed.
+    on which a rank's launcher forwards a request; `on_request` is called at the first signal, which
+    `rank` 0 or the launcher answers. Signals that are already ignored stay ignored. With `enabled`
+    False, nothing is changed.
     """
 
-    def __init__(self, orders: Orders | None = None, *, enabled: bool = True) -> None:
+    def __init__(self, orders: Orders | None = None, rank: int = 0, enabled: bool = True) -> None:
         self.on_request: Callable[[], None] = lambda: None
+        self._answers = rank == 0 and orders is None
         self._orders = orders if enabled else None
         self._enabled = enabled and threading.current_thread() is threading.main_thread()
         self._before: dict[int, Any] = {}
@@ -60,6 +64,8 @@ class StopRequest:
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
+            if self._answers:
+                tell(STOPPING, "\r")
             self.on_request()
         elif now - self._asked_at >= ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt(number)

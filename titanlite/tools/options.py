@@ -64,7 +64,7 @@ def fitted(text: str) -> str:
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     lines = []
     for line in re.sub(r"(?<=\S)\n(?: {20,}|(?=\S))", " ", _as_typed(text)).split("\n"):
-        begin = re.match(r"  --\S+(?: [A-Z]\S*)? +|  \w[\w-]* +|usage: | {7,}|", line)
+        begin = re.match(r"  --\S+(?: [A-Z]\S*)? +|  \w[\w-]* +|usage: | +\$ | {7,}|", line)
         after = " " * len(begin[0] if begin else "")
         lines += textwrap.wrap(line, width, subsequent_indent=after, break_on_hyphens=False) or [""]
     return "\n".join(lines)
@@ -101,6 +101,17 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, usage: str = "", **more: Any) -> None:
         usage = usage and fitted(f"usage: {usage}").removeprefix("usage: ")
         super().__init__(_as_typed(prog), usage or None, **more)
+
+    def format_help(self) -> str:
+        # Options are listed below it: in the usage, they would take up to 15 lines.
+        words = ["usage:", self.prog]
+        for one in self._actions:
+            name = "|".join(one.choices or ()) or str(one.metavar or one.dest)
+            if one.required or not one.option_strings:
+                name = {"?": f"[{name}]", "*": f"[{name} ...]"}.get(str(one.nargs), name)
+                words += [*one.option_strings, name]
+        self.usage = self.usage or fitted(" ".join([*words, "[options]"])).partition(" ")[2]
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
@@ -189,11 +200,6 @@ def counting_bar() -> Any:
     from rich.console import Console
 
     console = Console(stderr=True)
-    return progress.Progress(
-        progress.TextColumn("[progress.description]{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+    text = progress.TextColumn("[progress.description]{task.description}")
+    more = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
+    return progress.Progress(text, *more, console=console, disable=not console.is_terminal)

@@ -213,6 +213,22 @@ def test_what_takes_long_shows_a_clock_and_leaves_nothing(monkeypatch: pytest.Mo
     assert final_screen(raw) == [""]
 
 
+def test_through_a_pipe_it_is_said_once_and_to_a_notebook_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticked, (own, stand_in) = threading.Event(), (io.StringIO(), io.StringIO())
+    monkeypatch.setattr("sys.__stderr__", own)
+    monkeypatch.setattr("titanlite.observe.terminal.SILENT_SECONDS", 0.0)
+    told = lambda *words: (tell(*words), words[0] and ticked.set())
+    monkeypatch.setattr("titanlite.observe.terminal.tell", told)
+    for stream in (own, stand_in):
+        ticked.clear()
+        monkeypatch.setattr("sys.stderr", stream)
+        with telling("tracing a step"):
+            assert ticked.wait(60)
+    assert (own.getvalue(), stand_in.getvalue()) == ("tracing a step ...\n", "")
+
+
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     assert "\x1b" not in see_on_terminal(run_steps)

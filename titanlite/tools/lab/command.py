@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table as RichTable
 
 from titanlite.errors import ConfigError, TitanliteError
-from titanlite.observe.terminal import telling
+from titanlite.observe.terminal import folded, telling
 from titanlite.tools.lab.exercises.command import main as exercise
 from titanlite.tools.lab.experiments import EXPERIMENTS
 from titanlite.tools.lab.table import Table
@@ -83,12 +83,12 @@ def main(arguments: Sequence[str]) -> int:
 def show(name: str, table: Table) -> None:
     rich.print(f"\n[bold]{name}[/bold]: {EXPERIMENTS[name].__doc__}\n")
     # Not through rich, which would interpret brackets as markup.
-    print(table.caption + "\n")
+    print(folded(table.caption + "\n", sys.stdout))
     rows = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for number, column in enumerate(table.columns):
-        # On a narrow terminal, wrap only wide columns.
+        # On a narrow terminal, wrap only wide columns, and headings.
         widest = max(len(line) for row in table.rows for line in row[number].splitlines())
-        rows.add_column(column, no_wrap=widest <= 20)
+        rows.add_column(column, min_width=widest if widest <= 20 else None)
     for row in table.rows:
         rows.add_row(*(cell.replace("[", "\\[") for cell in row))
     rich.print(rows)

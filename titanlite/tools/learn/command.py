@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from titanlite.errors import ConfigError
-from titanlite.observe.terminal import telling
+from titanlite.observe.terminal import folded, telling
 from titanlite.tools.learn.curves import PICTURES
 from titanlite.tools.learn.topics import TOPICS, Numbers, Runs, Topic
 from titanlite.tools.options import Parser, choice, fitted, write
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str]) -> int:
         for number, name in enumerate(names):
             with telling(f"{name}: simulating it, and measuring it on four ranks"):
                 numbers = TOPICS[name].run(runs)
-            print("\n" * (number > 0) + answer(TOPICS[name], numbers), flush=True)
+            text = folded(answer(TOPICS[name], numbers), sys.stdout, " " * 13)
+            print("\n" * (number > 0) + text, flush=True)
     finally:
         runs.close()
     return 0

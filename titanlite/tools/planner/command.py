@@ -14,7 +14,7 @@ from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import render_screen
 from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.run_facts import job_facts
-from titanlite.observe.terminal import say, telling, terminal_width, uses_color
+from titanlite.observe.terminal import say, tell, telling, terminal_width, uses_color
 from titanlite.schedule import Timeline
 from titanlite.schedule.trace import make_trace, read_trace
 from titanlite.tools.options import Parser, positive, write
@@ -25,8 +25,6 @@ from titanlite.tools.planner.planning import JobPlan, plan_job
 from titanlite.tools.planner.report import figures, show
 from titanlite.tools.planner.space import KEPT_TRAINING
 from titanlite.tools.planner.spans import draw_schedules, make_timeline, step_spans
-
-EPILOG = "Any key of the job can follow: --section.key=value."
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,7 +78,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="titanlite plan", description=__doc__, epilog=EPILOG)
+    usage = "titanlite plan JOB.toml [options] [--section.key=value ...]"
+    parser = Parser("titanlite plan", usage, description=__doc__)
     add = parser.add_argument
     add("job", nargs="?", help="the TOML file of the job")
     add("--json", metavar="FILE", help="write all figures to a file")
@@ -114,11 +113,12 @@ def _tensors(resolved: ResolvedJob) -> list[str]:
     buffers = len(accounts) - number
     of_buffers = f", {buffers} persistent buffers" if buffers else ""
     heading = f"{number} parameters{of_buffers}; {resolved.dims.describe()}"
-    return [heading, "", *describe(accounts)]
+    return [heading, "", *describe(accounts, terminal_width(sys.stdout, 0))]
 
 
 def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | None) -> int:
     from titanlite.tools.planner import search_report as report
+    from titanlite.tools.planner.search import interrupted_once
 
     if hardware is None:
         raise ConfigError("--search: plans have no times without --hardware; give both")
@@ -136,20 +136,20 @@ def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | N
     keys = [key for key in fixed if key.startswith(("parallelism.", "activation_checkpoint."))]
     keys += [key for key in fixed if key in KEPT_TRAINING]
     space = report.make_space(config, reading.draft(num_ranks), num_ranks, hardware, keys)
-    if sys.stderr.isatty():
-        print("Ctrl-C ends the search and keeps what it has found", file=sys.stderr)
-    result = report.run_search(space, hardware, exhaustive=options.exhaustive)
-    found = report.search_figures(result, hardware)
-    if options.json:
-        write(options.json, json.dumps(found, indent=1))
-    if options.html:
-        write(options.html, draw_page(search=found, title=config.job.description))
-    if options.best and result.best:
-        # The job as it was given: it may run on another device than the one it is planned for.
-        best = override(asked, result.best[0].changes)
-        write(options.best, report.write_toml(best))
-    print(report.show_search(result, hardware))
-    print("\n".join(f"note: {note}" for note in notes), end="\n" if notes else "")
+    with interrupted_once():
+        tell("searching; Ctrl-C ends it and keeps what it has found")
+        result = report.run_search(space, hardware, exhaustive=options.exhaustive)
+        found = report.search_figures(result, hardware)
+        if options.json:
+            write(options.json, json.dumps(found, indent=1))
+        if options.html:
+            write(options.html, draw_page(search=found, title=config.job.description))
+        if options.best and result.best:
+            # The job as it was given: it may run on another device than the one it is planned for.
+            best = override(asked, result.best[0].changes)
+            write(options.best, report.write_toml(best))
+        print(report.show_search(result, hardware))
+        print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
     return 0 if result.best and not result.failures else 1
 
 

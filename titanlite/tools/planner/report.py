@@ -111,7 +111,8 @@ def show_top(plan: JobPlan, width: int) -> list[str]:
         rate = format_count(step.tokens_per_second / (plan.sample_tokens or 1))
         shares = [] if step.mfu is None else [("MFU", f"{step.mfu:.1%}")]
         shares += [("idle", f"{idle:.1%}")] if idle >= LEAST_SHOWN_IDLE or step.mfu is None else []
-        (name, text), *more = [*shares, ("hardware utilization", f"{step.hfu:.1%}")]
+        hfu = f"{step.hfu:.1%} (all operations, also recomputed)"
+        (name, text), *more = [*shares, ("hardware utilization", hfu)]
         rows += [("step", format_seconds(step.seconds)), ("speed", f"{rate} {unit}/s/rank")]
         rows.append((name, ", ".join([text, *(" ".join(pair) for pair in more)])))
     return lines + _wrapped(((f"{name:10}", text) for name, text in rows), width, 10)

@@ -12,15 +12,18 @@ remains.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import signal
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
 from titanlite.config import JobConfig
+from titanlite.ranks.signals import handling
 from titanlite.tools.planner.bounds import Frontier
 from titanlite.tools.planner.evaluate import DOES_NOT_FIT, Evaluator, FailedPlan, FoundPlan, Result
 from titanlite.tools.planner.hardware import Hardware
@@ -80,26 +83,39 @@ def search(
 
     Plans are taken by their context-parallel degree. Once the best of two degrees in turn is slower
     than the best before, larger degrees are dropped, unless `exhaustive`.
-    `on_progress(result, done)` is called as plans are done. An interrupt ends the search with what
-    it has found.
+    `on_progress(result, done)` is called as plans are done. An interrupt ends the search, and its
+    workers, with what it has found.
     """
     settings = space.config, hardware, is_compiled, use_cache
     # A forked worker would inherit locks of threads.
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start, settings)
     run = _Search(space, pool, num_workers, on_progress)
-    try:
-        with pool:
-            try:
-                run.degrees(exhaustive=exhaustive)
-                run.offload()
-                run.layouts()
-                run.exactly()
-                run.result.is_complete = True
-            except KeyboardInterrupt:
-                pool.shutdown(wait=False, cancel_futures=True)
-    except KeyboardInterrupt:
-        pass
+    with pool:
+        try:
+            run.degrees(exhaustive=exhaustive)
+            run.offload()
+            run.layouts()
+            run.exactly()
+            run.result.is_complete = True
+        except KeyboardInterrupt:
+            # A worker's group of plans can take minutes.
+            for worker in dict(pool._processes or {}).values():
+                worker.kill()
+            pool.shutdown(cancel_futures=True)
     return run.result
+
+
+@contextlib.contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Inside, only the first SIGINT or SIGTERM raises; `timeout -s INT` sends two."""
+    first = iter([True])
+
+    def interrupt(number: int, _frame: object) -> None:
+        if next(first, False):
+            raise KeyboardInterrupt(number)
+
+    with handling(interrupt, signal.SIGINT, signal.SIGTERM):
+        yield
 
 
 class _Search:
@@ -211,7 +227,10 @@ class _Search:
                     (without_layouts(one.changes), one.seconds, one.peak_bytes)
                     for one in (*self.result.best, *self.result.front)
                 ]
+                # A new worker is deaf to a Ctrl-C, also while it starts.
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
                 running[self._pool.submit(_evaluate, group, found)] = group
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 group, rows = running.pop(future), future.result()
@@ -246,8 +265,6 @@ _evaluator: Evaluator | None = None
 
 def _start(config: JobConfig, hardware: Hardware, is_compiled: bool, use_cache: bool) -> None:
     """Prepare a worker. Ctrl-C reaches it too, and is the parent's to handle."""
-    import signal
-
     global _evaluator
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _evaluator = Evaluator(config, hardware, is_compiled=is_compiled, use_cache=use_cache)

@@ -16,7 +16,7 @@ from titanlite.config.model import num_experts
 from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show, show_name
 from titanlite.errors import ConfigError
-from titanlite.observe.terminal import is_terminal
+from titanlite.observe.terminal import folded, is_terminal, terminal_width
 from titanlite.quantities import format_bytes, format_count, format_seconds
 from titanlite.tools.options import counting_bar
 from titanlite.tools.planner.evaluate import FoundPlan
@@ -25,6 +25,7 @@ from titanlite.tools.planner.search import SearchResult, search
 from titanlite.tools.planner.space import CHANGED, CP, GLOBAL_BATCH, Space, describe, value_of
 
 TOLD_EVERY_SECONDS = 30.0
+PLAN_COLUMN, LEAST_PLAN = 51, 28
 
 
 def make_space(
@@ -113,22 +114,28 @@ def show_search(result: SearchResult, hardware: Hardware) -> str:
     lines += [f"  {count:,} dropped: {why}" for why, count in result.dropped.most_common()]
     for one in result.failures:
         lines.append(f"  error in {describe(one.changes)}: {one.error}")
+    lines = [folded(line, sys.stdout, " " * 4) for line in lines]
     if not result.found:
-        return "\n".join([*lines, "", f"no plan fits the memory of {hardware.name}"])
+        why = f"fits the memory of {hardware.name}" if result.is_complete else "was found so soon"
+        return "\n".join([*lines, "", f"no plan {why}"])
     lines += ["", "the fastest", *_rows(result.best)]
     lines += ["", "the fastest for their memory", *_rows(result.front)]
     return "\n".join(lines)
 
 
 def _rows(plans: Sequence[FoundPlan]) -> Iterator[str]:
-    yield f"  {'tokens/s/rank':>13} {'step':>9} {'MFU':>6} {'memory':>9} {'bubble':>6}  plan"
+    """A table; on a narrow terminal each plan stands below its figures."""
+    is_narrow = 0 < terminal_width(sys.stdout, 0) < PLAN_COLUMN + LEAST_PLAN
+    indent, between = " " * (4 if is_narrow else PLAN_COLUMN), "\n    " if is_narrow else "  "
+    rows = [("tokens/s/rank", "step", "MFU", "memory", "bubble", "plan")]
     for one in plans:
         mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
         rate, seconds = format_count(one.tokens_per_second), format_seconds(one.seconds)
-        yield (
-            f"  {rate:>13} {seconds:>9} {mfu:>6} {format_bytes(one.peak_bytes):>9} "
-            f"{one.bubble:>6.0%}  {describe(one.changes)}"
-        )
+        memory, bubble = format_bytes(one.peak_bytes), f"{one.bubble:.0%}"
+        rows.append((rate, seconds, mfu, memory, bubble, describe(one.changes)))
+    for *figures, plan in rows:
+        row = "  {:>13} {:>9} {:>6} {:>9} {:>6}".format(*figures)
+        yield folded(row + between + plan, sys.stdout, indent)
 
 
 def search_figures(result: SearchResult, hardware: Hardware) -> dict[str, Any]:

@@ -296,14 +296,15 @@ def without_layouts(plan: Changes) -> frozenset[tuple[str, Any]]:
 
 
 def describe(changes: Mapping[str, Any]) -> str:
-    """A plan in words: "fsdp 8 x tp 4, microbatch 2, AC full"."""
+    """A plan in words: "fsdp 8 x tp 4, local batch 2, AC full"."""
     of = {name: changes.get(key, 1) for name, key in DEGREES.items()}
     degrees = [f"{name} {degree}" for name, degree in of.items() if degree > 1]
     words = [" x ".join(degrees) or "one rank"]
     if changes[PP] > 1:
         chunks = f", {changes[PER_STAGE]} blocks a stage" if changes.get(PER_STAGE) else ""
-        words.append(f"{changes[SCHEDULE]}{chunks}")
-    words.append(f"microbatch {changes[MICROBATCH] if changes[PP] > 1 else changes[LOCAL_BATCH]}")
+        words += [f"{changes[SCHEDULE]}{chunks}", f"microbatch {changes[MICROBATCH]}"]
+    else:
+        words.append(f"local batch {changes[LOCAL_BATCH]}")
     if changes.get(MODE, "none") != "none":
         words.append(f"AC {changes[MODE]}")
     if changes.get(RESHARD, "default") != "default":

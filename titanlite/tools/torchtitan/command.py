@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from titanlite.observe.terminal import say, telling, terminal_width, uses_color
+from titanlite.observe.terminal import say, tell, telling, terminal_width, uses_color
 from titanlite.tools.options import write
 from titanlite.tools.torchtitan.options import DEBUG_FLAGS, OF_DEBUG, OF_PLAN, PREFIX, parse
 from titanlite.tools.verify.command import require_files, write_files
@@ -74,6 +74,7 @@ exit status: 0 the job has run, 1 it has not, 2 bad input"""
 def debug(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status. Raises ConfigError for bad input."""
     options = parse(arguments, OF_DEBUG, DEBUG_FLAGS, text=DEBUG_HELP)
+    tell("loading torchtitan")
     from titanlite.tools.torchtitan.debug import debug_job
 
     return debug_job(options)
@@ -119,10 +120,11 @@ comment with the reason.
 exit status: 0 printed, 2 bad input"""
 
 
+@telling("loading the job")
 def to_toml(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status. Raises ConfigError for bad input."""
     options = parse(arguments or ["--help"], {}, (), text=IMPORT_HELP)
     from titanlite.tools.torchtitan.to_toml import import_job
 
-    print(import_job(options), end="")
+    say(import_job(options).rstrip("\n"))
     return 0

@@ -35,7 +35,7 @@ from titanlite.config.toml import put
 from titanlite.errors import ConfigError, quote
 from titanlite.files import read_bytes
 from titanlite.mesh.parallel_dims import AXES, GRID, axes_where, divisors
-from titanlite.observe.terminal import is_terminal
+from titanlite.observe.terminal import folded, is_terminal
 from titanlite.parallelize.steps import FEATURES
 from titanlite.quantities import format_duration
 from titanlite.schedule import SCHEDULES
@@ -251,12 +251,9 @@ def run_matrix(
         )
     todo = [choice for choice in choices[:limit] if _key(choice) not in agreed]
     num_done = sum(_key(choice) in agreed for choice in choices)
-    print(
-        f"{len(choices)} plans contain all {len(set().union(*map(pairs, choices)))} legal pairs "
-        f"of {len(features)} features; {num_done} are done, {len(todo)} to run",
-        file=out,
-        flush=True,
-    )
+    counted = f"{len(choices)} plans contain all {len(set().union(*map(pairs, choices)))} legal"
+    counted += f" pairs of {len(features)} features; {num_done} are done, {len(todo)} to run"
+    print(folded(counted, out), file=out, flush=True)
     # The caller closes a verifier that it passes in.
     own = contextlib.nullcontext(verifier) if verifier else None
     opened = own or Verifier(device_type, threads=threads)
@@ -280,7 +277,7 @@ def run_matrix(
                 write(junit, to_junit([_case(result) for result in shown]))
     wrong = [result for result in shown if not result["agrees"]]
     seconds = sum(result["seconds"] for result in shown)
-    print(_summary(shown, wrong, seconds), file=out)
+    print(folded(_summary(shown, wrong, seconds), out), file=out)
     for result in wrong:
         print(f"\n{name_of(result['choice'])}\n  {result['cause']}", file=out)
     print(f"\n{folder / 'overview.html'}", file=out)

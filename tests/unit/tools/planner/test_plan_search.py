@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ from titanlite.tools.planner.space import (
     WHOLE_LOSS,
     Changes,
     Space,
+    describe,
 )
 
 JOB = Path(__file__).parents[4] / "configs" / "tp2_fsdp2.toml"
@@ -274,12 +276,34 @@ def test_an_error_names_its_plan_and_the_search_fails(
     result = SearchResult(2, [good], failures=[rows[0]], is_complete=True)
     shown = show_search(result, H100)
     assert (
-        "error in dp 2 x fsdp 2 x tp 2, microbatch 1" in shown or "error in fsdp 4 x tp 2" in shown
+        "error in dp 2 x fsdp 2 x tp 2, local batch 1" in shown or "error in fsdp 4 x tp 2" in shown
     )
     assert len([line for line in shown.splitlines() if "ZeroDivisionError" in line]) == 1
     monkeypatch.setattr("titanlite.tools.planner.search_report.run_search", lambda *_, **__: result)
     assert cli.main(["plan", str(JOB), "--search", "--hardware=h100", "--ranks=8"]) == 1
     assert "the fastest" in capsys.readouterr().out
+
+
+def test_after_two_interrupts_the_best_plan_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = next(space(8, **{TP: 2, CP: 1, PP: 1}).candidates())
+    good = FoundPlan(plan, 10**9, 0.5, 200.0, 0.4, 0.1, "why")
+
+    def interrupted(*_: object, **__: object) -> SearchResult:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return SearchResult(2, [good])
+
+    monkeypatch.setattr("titanlite.tools.planner.search_report.run_search", interrupted)
+    assert cli.main(["plan", str(JOB), "--search", "--hardware=h100", "--ranks=8"]) == 0
+    assert "interrupted: 1 of 2 plans were timed" in (shown := capsys.readouterr().out)
+    for module in ("observe.terminal", "tools.planner.search_report"):
+        monkeypatch.setattr(f"titanlite.{module}.terminal_width", lambda *_: 60)
+    folded = show_search(SearchResult(2, [good]), H100)
+    assert f"\n    {describe(plan)}" in folded
+    assert max(map(len, folded.splitlines())) <= 60 < max(map(len, shown.splitlines()))
 
 
 def test_only_a_plan_that_cannot_be_traced_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

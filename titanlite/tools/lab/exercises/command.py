@@ -74,14 +74,15 @@ def _start(path: Path, skeleton: str, name: str) -> int:
 
 
 def _judge(exercise: Exercise, options: argparse.Namespace) -> int:
-    from titanlite.tools.lab.cluster import VirtualCluster
-    from titanlite.tools.lab.exercises.judge import judge, report
-
     if options.picture is not None and options.picture.suffix not in (".svg", ".html"):
         raise ConfigError(f"--picture: {options.picture} must end in .svg or .html")
-    answer = load_answer(options.file, exercise.name)
-    with telling("judging it on real ranks"), VirtualCluster(exercise.mesh) as cluster:
-        verdict = judge(cluster, exercise, answer)
+    with telling("judging it on real ranks"):
+        from titanlite.tools.lab.cluster import VirtualCluster
+        from titanlite.tools.lab.exercises.judge import judge, report
+
+        answer = load_answer(options.file, exercise.name)
+        with VirtualCluster(exercise.mesh) as cluster:
+            verdict = judge(cluster, exercise, answer)
     if options.picture is not None and verdict.record is not None:
         title = f"{exercise.name}, as in {options.file.name}"
         record = verdict.record

@@ -12,6 +12,7 @@ import copy
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from titanlite.errors import ConfigError, RankError
+from titanlite.observe.terminal import folded
 from titanlite.tools.lab.cluster import VirtualCluster
 from titanlite.tools.lab.device import VirtualDevice
 from titanlite.tools.lab.diagnosis import CommunicationError
@@ -111,7 +113,7 @@ def report(verdicts: dict[Exercise, Verdict], path: Path | None) -> int:
         write(path, json.dumps(rows, indent=1) + "\n")
     for each, verdict in verdicts.items():
         print(f"{each.name}: {'' if verdict.is_passed else 'not yet: '}{verdict.kind}")
-        print("\n".join(f"  {line}" for line in verdict.lines))
+        print(folded("\n".join(f"  {line}" for line in verdict.lines), sys.stdout, "  "))
     return 0 if all(verdict.is_passed for verdict in verdicts.values()) else 1
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from fractions import Fraction
 from math import lcm
 
+from titanlite.observe.terminal import folded
 from titanlite.tools.learn.ladder.rungs import (
     CLIMB,
     RUNGS,
@@ -51,10 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     ]
     wrote = write_timelines(options, timelines)
     if not options.quiet:
-        print(
-            f"{workload.items} items; all losses, gradients and new weights equal a single "
-            "process's; times in virtual seconds:"
-        )
+        what = "all losses, gradients and new weights equal a single process's"
+        print(folded(f"{workload.items} items; {what}; times in virtual seconds:", sys.stdout))
     print("\n".join([ladder_table([measured for measured, _ in runs]), *wrote]))
     return 0
 

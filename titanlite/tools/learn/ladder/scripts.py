@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from titanlite.errors import suggest
@@ -46,8 +47,12 @@ def main(arguments: Sequence[str]) -> int:
     if not chosen:
         every = f"choose from {', '.join(SCRIPTS)}"
         raise SimulationError(f"no rung {name!r}; {suggest(name, [*SCRIPTS, '--help'], every)}")
+    texts: list[str] = []
     for number, each in enumerate(chosen):
         module, rung = SCRIPTS[each]
         train = import_module(f"titanlite.tools.learn.ladder.{module}").train
-        print("\n" * (2 * number > 0) + describe(rung, train, each, options))
+        print(end="\n\n" * (number > len(texts)))
+        with suppress(SystemExit):  # its help is printed
+            texts.append(describe(rung, train, each, options))
+    print("\n\n\n".join(texts), end="\n" * bool(texts))
     return 0

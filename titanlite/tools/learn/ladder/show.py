@@ -66,8 +66,8 @@ def describe(name: str, train: Train, typed: str, arguments: Sequence[str]) -> s
     return "\n\n".join(
         [
             draw_text(replace(timeline, spans=[*drawn.spans, *exposed]), options.columns),
-            f"All losses, gradients and new weights of {workload.items} items equal a single "
-            "process's.\nThe rung, and those below it:",
+            f"All losses, gradients and new weights\nof {workload.items} items equal a single "
+            "process's. The rung, and those below it:",
             "\n".join([ladder_table([*rows, measured]), *wrote]),
         ]
     )

@@ -164,7 +164,7 @@ class Comparer:
         name = getattr(getattr(parallel, "func", parallel), "__name__", type(parallel).__name__)
         found = Comparison(grid, request.dtype, len(request.batches), name)
         # No clock: the code may print. The ranks start while the reference runs.
-        tell("training on one process and on the ranks of the parallel code")
+        tell("training on one process and in parallel")
         pool = self._pools.of(grid.world_size)
         found.threads = pool.are_threads
         pool.start()
