@@ -530,11 +530,11 @@ def float8() -> str:
             ("e5m2", "57,344", "2^-16", "for the output's gradient (tensorwise)"),
         )
     ):
-        bits = "sign, {1} of the exponent, {2} of the fraction".format(*BITS[dtype])
+        bits = "{} sign, {} exponent, {} fraction bits".format(*BITS[dtype])
         x = 12 + 410 * number
         _bits(picture, x, 298, dtype, 12)
         picture.text(x + 104, 304, f"{dtype}, {use}", size=12)
-        picture.text(x + 104, 320, f"{bits}; from {smallest} to {largest}", colour=QUIET)
+        picture.text(x + 104, 320, f"{bits}; {smallest} to {largest}", colour=QUIET)
     return picture.svg()
 
 

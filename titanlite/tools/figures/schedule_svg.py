@@ -84,8 +84,8 @@ def _elements(canvas: Canvas, with_hover: bool) -> Iterator[str]:
         elif kind is Label:
             yield from _labels(group)
         else:
-            draw: Any = {Box: lambda box: f"{_rect(box)}/>", Text: _text, Line: _line}[kind]
-            yield from map(draw, group)
+            draw: dict[type, Any] = {Box: lambda box: f"{_rect(box)}/>", Text: _text, Line: _line}
+            yield from map(draw[kind], group)
     yield "</svg>"
 
 
