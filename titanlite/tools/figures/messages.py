@@ -125,7 +125,7 @@ def draw_page(picture: MessagePicture) -> str:
     At each step it shows what each rank holds and the messages that fly. It loads nothing.
     """
     layout = _Layout(picture)
-    data = {**asdict(picture), "places": layout.places, "colors": RANKS}
+    data = {**asdict(picture), "places": layout.places, "colors": RANKS, "inks": INKS}
     title = picture.title or "Messages between ranks"
     return make_page(
         FOLDER / "messages",

@@ -20,7 +20,7 @@ _LIGHT: tuple[str, ...] = (INK, QUIET, PAPER, IDLE, GRID, FAINT)
 _DARK: tuple[str, ...] = ("#e6edf3", "#a9b4c0", "#0d1117", "#22272e", "#373e47", "#545d68")
 # Reductions, and ranks (canvas.py), whose colours are too dark there.
 _LIGHT += ("#4d4d4d", "#0072b2", "#a87000", "#008a65", "#b8578f", "#c25500", "#2780b9", "#7a5195")
-_DARK += ("#e6edf3", "#3d97d3", "#e69f00", "#1fb088", "#d58bb4", "#e8772e", "#56b4e9", "#a57fc4")
+_DARK += ("#e6edf3", "#4c86e8", "#e69f00", "#1fb088", "#d58bb4", "#e8772e", "#56b4e9", "#a57fc4")
 # Text on a cell, which keeps its colour in the dark.
 ON_CELL = "#1b1b1b"
 STYLE = (
