@@ -17,13 +17,12 @@ from pathlib import Path
 import torch
 
 from titanlite.modules.keyed import keyed_normal, sample_keys
-from titanlite.tools.figures.canvas import Drawing
+from titanlite.tools.figures.canvas import INKS, Drawing
 from titanlite.tools.figures.palette import FAINT, GRID, IDLE, INK, ON_CELL, QUIET, STYLE
 
 WIDTH = 850
 # The colours of ranks, paler, to write on.
 TINTS = ("#8fc3e6", "#f6c667", "#84ceb5", "#e6b6d0")
-INKS = ("#0072b2", "#b87e00", "#009e73", "#cc79a7")
 WORK, EDGE = "#d3e2ee", "#8a949e"
 BAR, BAR_EDGE = "#f3ead7", "#c9a95c"
 
@@ -97,7 +96,7 @@ class Picture(Drawing):
     def svg(self) -> str:
         """In the dark, the names of ranks are lighter."""
         lighter = "".join(
-            f'text[fill="{ink}"]{{fill:{tint}}}' for ink, tint in zip(INKS, TINTS, strict=True)
+            f'text[fill="{ink}"]{{fill:{tint}}}' for ink, tint in zip(INKS[:4], TINTS, strict=True)
         )
         style = f"<style>@media (prefers-color-scheme: dark) {{{lighter}}}</style>"
         return super().svg().replace(STYLE, STYLE + style)
@@ -504,14 +503,13 @@ def float8() -> str:
     picture = Picture(
         330,
         "Float8: a linear layer multiplies in 8 bits",
-        "Each operand is scaled so that its largest magnitude, the amax, becomes the largest "
-        "number of its format.",
+        "The largest magnitude of an operand, its amax, becomes the largest number of its format.",
     )
     for row, (name, shape, split) in enumerate(
         (("x", "[tokens, K]", "split x"), ("W", "[N, K]", "split W"))
     ):
         y = 62 + 116 * row
-        fill = TINTS[0] if row == 0 else TINTS[1]
+        fill = TINTS[2 + row]  # not a colour of the bits
         picture.box(12, y, 124, 92, fill, f"{name}  {shape}\n\nin the layer's\nown dtype", 13)
         picture.pointer(138, y + 46, 168, y + 46)
         picture.box(
@@ -532,10 +530,11 @@ def float8() -> str:
             ("e5m2", "57,344", "2^-16", "for the output's gradient (tensorwise)"),
         )
     ):
+        bits = "{} sign, {} exponent, {} fraction bits".format(*BITS[dtype])
         x = 12 + 410 * number
         _bits(picture, x, 298, dtype, 12)
         picture.text(x + 104, 304, f"{dtype}, {use}", size=12)
-        picture.text(x + 104, 320, f"from {smallest} to {largest}", colour=QUIET)
+        picture.text(x + 104, 320, f"{bits}; {smallest} to {largest}", colour=QUIET)
     return picture.svg()
 
 

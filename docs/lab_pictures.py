@@ -147,8 +147,8 @@ def tensor_parallel(cluster: VirtualCluster) -> MessagePicture:
         cluster,
         lambda: spawn(tensor_parallelism_main, cluster, _data(), 2),
         "Tensor parallelism: one step, 2 layers of 8 x 8, batch 8",
-        "Forward: each rank computes its columns, and all-gathers them. "
-        "Backward: the gradient of a layer's input is all-reduced.",
+        "Forward (blue): columns, then an all-gather. Backward: the input's gradient (orange) is "
+        "all-reduced, A's (green) is not.",
         Mesh(rank=4),
     )
 
@@ -186,8 +186,8 @@ def three_d(cluster: VirtualCluster) -> MessagePicture:
         cluster,
         lambda: spawn(three_d_parallelism_main, cluster, _data(), 2, 2),
         "Pipeline, data and tensor parallelism: one step, 2 x 2 x 2 ranks, 2 microbatches",
-        "Bars over neighbours are tp, arrows are pp, of 64 B each. The bars at the end are dp: "
-        "ranks 0 and 2, 1 and 3, and so on.",
+        "Blue: forward; orange, green: backward. Bars over neighbours: tp; arrows: pp, 64 B each; "
+        "bars at the end: dp (ranks 0 and 2, 1 and 3, and so on).",
         mesh,
     )
 

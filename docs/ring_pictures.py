@@ -21,13 +21,16 @@ COLOURS = RANKS[:NUM_RANKS]
 
 def draw_layouts(num_tokens: int = 32) -> str:
     """SVG: the causal score matrix under each layout, coloured by the rank that computes it."""
-    cell, gap, top, left = 7, 40, 66, 60
+    cell, gap, top, left = 7, 40, 76, 60
     side = num_tokens * cell
     drawing = Drawing(
         left + len(LAYOUTS) * (side + gap), top + side + 62, "Who computes what under each layout"
     )
-    drawing.text(left, 18, "Each row is a query, each column a key; a pair has the colour of the")
-    drawing.text(left, 34, "rank that holds its query. Below: pairs each rank computes.")
+    drawing.text(12, 20, "Which rank computes which scores, under each layout", bold=True)
+    words = (
+        "row: query; column: key; colour: the rank that holds the query; below: each rank's share"
+    )
+    drawing.text(12, 38, words, size=11)
     for index, name in enumerate(LAYOUTS):
         layout = make_layout(name, NUM_RANKS)
         x = left + index * (side + gap)
@@ -105,7 +108,7 @@ def draw_arrow(
     middle = (x0 + x1) / 2
     drawing.elements.append(
         f'<path d="M{x0:g},{y0:g} C{middle:g},{y0:g} {middle:g},{y1:g} {x1:g},{y1:g}" '
-        f'fill="none" stroke="{colour}" stroke-width="{width:g}" stroke-opacity="0.55"/>'
+        f'fill="none" stroke="{colour}" stroke-width="{width:g}" stroke-opacity="0.75"/>'
     )
     drawing.polygon([(x1 + 6, y1), (x1 - 2, y1 - 4), (x1 - 2, y1 + 4)], colour)
 

@@ -1,6 +1,6 @@
 """The effect of float8 on training on digits, and the cost of its emulation on CPU.
 
-    python tests/benchmarks/float8.py [--steps 400] [--seeds 0 1 2] [--picture FILE.png]
+    python tests/benchmarks/float8.py [--steps 400] [--seeds 0 1 2] [--picture FILE.svg]
 
 One process trains the digits model in float32, and with each recipe in float8 (every linear layer
 of every block), from equal weights on equal batches. The jobs take turns step by step, so that
@@ -95,7 +95,7 @@ def draw(path: Path, curves: Mapping[str, list[Curve]]) -> None:
     for row, name in enumerate(recipes):
         for seed, curve in enumerate(curves[name]):
             change = 100 * (curve[-1][1] / base[seed] - 1)
-            axes.plot(change, -row, "o", color=COLOURS[name], markersize=9)
+            axes.plot(change, -row, "o", color=COLOURS[name], markersize=9, zorder=3)
             axes.annotate(
                 f"seed {seed}",
                 (change, -row),
@@ -103,6 +103,7 @@ def draw(path: Path, curves: Mapping[str, list[Curve]]) -> None:
                 textcoords="offset points",
                 ha="center",
                 fontsize=10,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
             )
     axes.axvline(0, color="#767676", linestyle=":")
     axes.margins(x=0.1)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 from titanlite.tools.figures.palette import INK, PAPER, STYLE
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; then other dark ones.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; then others. INKS: for text.
 RANKS = (
     *("#0072b2", "#e69f00", "#009e73", "#cc79a7"),
     *("#d55e00", "#56b4e9", "#7a5195", "#7f7f7f"),
 )
+INKS = ("#0072b2", "#a87000", "#008a65", "#b8578f", "#c25500", "#2780b9", "#7a5195", "#6f6f6f")
 
 
 class Drawing:

@@ -19,7 +19,9 @@ _STYLE = """<style>@media (prefers-color-scheme: dark) {
 text {fill: #e6edf3} [style*="fill: #ffffff"] {fill: #0d1117 !important}
 [style*="stroke: #000000"], [style*="stroke: #767676"] {stroke: #a9b4c0 !important}
 [style*="fill: #767676"] {fill: #a9b4c0 !important}
-[style*="stroke: #e4e4e4"] {stroke: #373e47 !important}}</style>
+[style*="stroke: #e4e4e4"] {stroke: #373e47 !important}
+[style*="stroke: #0072b2"] {stroke: #4c86e8 !important}
+[style*="fill: #0072b2"] {fill: #4c86e8 !important}}</style>
 """
 
 

@@ -15,7 +15,6 @@ from titanlite.tools.figures.figure import make_figure, save_figure
 # Weights, gradients, optimizer state, activations, and weights that are fetched.
 KINDS_OF_MEMORY = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9")
 MOST_PANELS = 8
-_TITLE_WIDTH = 96
 
 
 class MemoryPanel(NamedTuple):
@@ -53,7 +52,9 @@ def save_memory(
     bars = above.subplots()
     _draw_peaks(bars, panels, used)
     bars.set_ylim(0, top)
-    bars.set_ylabel(f"at its peak{size_unit and f', {size_unit}'}", fontsize=9)
+    label = f"memory{size_unit and f', {size_unit}'}"
+    bars.set_ylabel(f"peak {label}", fontsize=9)
+    below.supylabel(label, fontsize=9)
     grid = below.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axes, panel in zip(grid.flat, shown, strict=False):
         _draw_over_time(axes, panel, used)
@@ -74,8 +75,7 @@ def save_memory(
         frameon=False,
         fontsize=9,
     )
-    lines = textwrap.fill(title, _TITLE_WIDTH)
-    bars.set_title(lines, loc="left", fontsize=10, pad=24, parse_math=False)
+    bars.set_title(textwrap.fill(title, 96), loc="left", fontsize=10, pad=24, parse_math=False)
     save_figure(figure, path)
 
 

@@ -14,12 +14,13 @@ from itertools import accumulate
 from math import ceil
 from typing import Any
 
-from titanlite.tools.figures.canvas import RANKS, Drawing
+from titanlite.tools.figures.canvas import INKS, RANKS, Drawing
 from titanlite.tools.figures.page_file import FOLDER, make_page
 from titanlite.tools.figures.palette import FAINT, GRID, ON_CELL, PAPER, PHASES, QUIET, STYLE
 
-ROW, LETTER = 58, 6.2
+ROW, LETTER = 62, 6.2
 WIDTH = 932  # of a line; a text of 11 pixels is read at 10 on a page
+_KINDS = {"forward": "F", "x A": "F", "backward": "B", "dy A^T": "I", "x^T dy": "W"}
 HALO = f' paint-order="stroke" stroke="{PAPER}" stroke-width="3"'
 
 
@@ -124,7 +125,7 @@ def draw_page(picture: MessagePicture) -> str:
     At each step it shows what each rank holds and the messages that fly. It loads nothing.
     """
     layout = _Layout(picture)
-    data = {**asdict(picture), "places": layout.places, "colors": RANKS}
+    data = {**asdict(picture), "places": layout.places, "colors": RANKS, "inks": INKS}
     title = picture.title or "Messages between ranks"
     return make_page(
         FOLDER / "messages",
@@ -142,7 +143,7 @@ class _Layout:
         self.picture, self.first = picture, first
         boxes = max((len(box.text) for box in picture.boxes), default=0)
         least = 28.0 if picture.boxes else 44.0 if picture.bars else 64.0
-        self.unit = unit or max(least, LETTER * boxes + 7)
+        self.unit = unit or max(least, LETTER * boxes + 5)
         self.left = 24 + LETTER * max(map(len, [*picture.rows, ""]))
         sides = [max(map(len, [*side, ""])) for side in (picture.before, picture.after)]
         before, after = ((12 + 1.1 * LETTER * length) * bool(length) for length in sides)
@@ -154,8 +155,10 @@ class _Layout:
         self.gaps = [0] * picture.length
         for arrow in sorted(ways, key=lambda one: (ways[one], ways[one] * one.source)):
             self.lanes[arrow] = self.gaps[arrow.start] = max(16, self.gaps[arrow.start] + 4)
-        needs = [(bar.start, max(34.0, 12 * len(_wrapped(bar)) + 14)) for bar in picture.bars]
-        needs += [(box.start, LETTER * len(box.text) + 7) for box in picture.boxes]
+        needs = [(box.start, LETTER * len(box.text) + 7) for box in picture.boxes]
+        for bar in picture.bars:
+            num_lanes = _lane(bar, picture.bars)[1]
+            needs.append((bar.start, max(34.0, 10 + num_lanes * (12 * len(_wrapped(bar)) + 8))))
         needs += [(a.start, 1.3 * LETTER * len(line) + 2) for a in ways for line in _lines(a)]
         widths = [self.unit] * picture.length
         for step, need in needs:
@@ -168,9 +171,6 @@ class _Layout:
         self.width = max(self.right + 12 + after, titles)
         self.height = self.top + ROW * (len(picture.rows) - 1) + 56
 
-    def x(self, step: int) -> float:
-        return self.places[step]
-
     def y(self, row: int) -> float:
         return self.top + row * ROW
 
@@ -181,16 +181,15 @@ class _Layout:
         drawing.text(12, 38, escape(picture.caption), size=11, colour=QUIET)
         last = self.y(len(picture.rows) - 1)
         for step in range(picture.length + 1):
-            drawing.line(self.x(step), self.top - 22, self.x(step), last + 22, GRID)
-        drawing.text(12, last + 48, "step", colour=QUIET, size=11)
+            drawing.line(self.places[step], self.top - 22, self.places[step], last + 22, GRID)
+        drawing.text(12, last + 48, "time", colour=QUIET, size=11)
         for step in range(picture.length):
-            middle = (self.x(step) + self.x(step + 1)) / 2
+            middle = (self.places[step] + self.places[step + 1]) / 2
             drawing.text(middle, last + 48, f"{self.first + step}", "middle", QUIET, 11)
         for row, name in enumerate(picture.rows):
             y = self.y(row)
             drawing.line(self.left, y, self.right, y, FAINT)
-            ink = RANKS[row % len(RANKS)] if row % len(RANKS) != 1 else "#b87e00"
-            drawing.text(12, y + 4, escape(name), colour=ink, bold=True)
+            drawing.text(12, y + 4, escape(name), colour=INKS[row % len(INKS)], bold=True)
             if picture.before:
                 drawing.text(self.left - 8, y + 4, escape(picture.before[row]), "end")
             if picture.after:
@@ -202,20 +201,18 @@ class _Layout:
         for box in picture.boxes:
             self.box(drawing, box)
         for arrow in picture.arrows:
-            # On the side of a box from which the arrow does not start.
-            aside = self.aside(arrow)
-            x, y = self.x(arrow.start) + 8, self.y(arrow.source)
-            lines = _lines(arrow)
-            y -= 12 * (len(lines) - 1) if aside >= 0 else 0
-            y -= 6 if not aside else 20 if aside > 0 else -29
+            # Above its line; below it if a box is above.
+            aside, lines = self.aside(arrow), _lines(arrow)
+            x, y = self.places[arrow.start] + 8, self.y(arrow.source) + aside
+            y += 11 if aside > 0 else -6 - 12 * (len(lines) - 1)
             for number, line in enumerate(lines):
                 drawing.text(x, y + 12 * number, escape(line), size=11, more=HALO)
         return drawing.svg()
 
     def arrow(self, drawing: Drawing, arrow: Arrow) -> None:
-        color, end = RANKS[arrow.source % len(RANKS)], self.x(arrow.start + 1)
+        color, end = RANKS[arrow.source % len(RANKS)], self.places[arrow.start + 1]
         turn = 4 if arrow.target > arrow.source else -4
-        x0, y0 = self.x(arrow.start) + 4, self.y(arrow.source) + self.aside(arrow)
+        x0, y0 = self.places[arrow.start] + 4, self.y(arrow.source) + self.aside(arrow)
         x1, y1 = end - 7, self.y(arrow.target) - turn
         x = end - self.gaps[arrow.start] + self.lanes[arrow] - 12
         with drawing.titled(escape(arrow.hover or arrow.text)):
@@ -235,17 +232,17 @@ class _Layout:
         return 17 * works * (1 if arrow.target > arrow.source else -1)
 
     def box(self, drawing: Drawing, box: WorkBox) -> None:
-        x = self.x(box.start) + 1
-        width = self.x(box.end) - self.gaps[box.end - 1] - x - 1
+        x = self.places[box.start] + 1
+        width = self.places[box.end] - self.gaps[box.end - 1] - x - 1
         with drawing.titled(escape(f"{self.picture.rows[box.row]}: {box.text}")):
             drawing.rectangle(x, self.y(box.row) - 12, width, 24, _fill(box.text), "#999999")
             y = self.y(box.row) + 4
             drawing.text(x + width / 2, y, escape(box.text), "middle", ON_CELL, 11)
 
     def bar(self, drawing: Drawing, bar: Bar, lane: int, num_lanes: int) -> None:
-        room = self.x(bar.start + 1) - self.x(bar.start) - self.gaps[bar.start]
+        room = self.places[bar.start + 1] - self.places[bar.start] - self.gaps[bar.start]
         width = (room - 10) / num_lanes
-        x = self.x(bar.start) + 5 + lane * width
+        x = self.places[bar.start] + 5 + lane * width
         top, bottom = self.y(min(bar.rows)) - 16, self.y(max(bar.rows)) + 16
         with drawing.titled(escape(bar.hover or bar.text)):
             drawing.rectangle(x, top, width, bottom - top, "#f3ead7", "#c9a95c")
@@ -290,5 +287,5 @@ def _wrapped(bar: Bar) -> list[str]:
 
 def _fill(name: str) -> str:
     """The colours of a schedule for F0, B3 and the like; one colour for all other work."""
-    found = re.fullmatch(r"([FBIW])\d+|(forward|backward)", name)
-    return PHASES[found[1] or found[2][0].upper()][0] if found else "#dfe9f2"
+    kind = name[:1] if re.fullmatch(r"[FBIW]\d+", name) else _KINDS.get(name, "")
+    return PHASES[kind][0] if kind else "#dfe9f2"

@@ -13,11 +13,14 @@ PHASES = {
     "I": ("#fdae6b", "#fdd0a2"),
     "W": ("#74c476", "#b2dfb0"),
 }
-# What a picture has besides: text, quiet text, paper, idle time, lines; in light and in dark.
+# What a picture has besides: text, quiet text, paper, idle time, lines.
 INK, QUIET, PAPER, IDLE, GRID = "#1c1c1c", "#555555", "#ffffff", "#f1f1f1", "#e4e4e4"
 FAINT = "#c8c8c8"
-_LIGHT = (INK, QUIET, PAPER, IDLE, GRID, FAINT)
-_DARK = ("#e6edf3", "#a9b4c0", "#0d1117", "#22272e", "#373e47", "#545d68")
+_LIGHT: tuple[str, ...] = (INK, QUIET, PAPER, IDLE, GRID, FAINT)
+_DARK: tuple[str, ...] = ("#e6edf3", "#a9b4c0", "#0d1117", "#22272e", "#373e47", "#545d68")
+# Reductions, and ranks (canvas.py), whose colours are too dark there.
+_LIGHT += ("#4d4d4d", "#0072b2", "#a87000", "#008a65", "#b8578f", "#c25500", "#2780b9", "#7a5195")
+_DARK += ("#e6edf3", "#4c86e8", "#e69f00", "#1fb088", "#d58bb4", "#e8772e", "#56b4e9", "#a57fc4")
 # Text on a cell, which keeps its colour in the dark.
 ON_CELL = "#1b1b1b"
 STYLE = (

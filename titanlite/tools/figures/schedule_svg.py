@@ -84,8 +84,8 @@ def _elements(canvas: Canvas, with_hover: bool) -> Iterator[str]:
         elif kind is Label:
             yield from _labels(group)
         else:
-            draw: Any = {Box: _box, Text: _text, Line: _line}[kind]
-            yield from map(draw, group)
+            draw: dict[type, Any] = {Box: lambda box: f"{_rect(box)}/>", Text: _text, Line: _line}
+            yield from map(draw[kind], group)
     yield "</svg>"
 
 
@@ -117,10 +117,6 @@ def _labels(labels: Iterable[Any]) -> Iterator[str]:
 
 def _fits(label: Label, size: float) -> bool:
     return label.height >= size + 2 and label.width >= 0.6 * size * len(label.text)
-
-
-def _box(box: Box) -> str:
-    return f"{_rect(box)}/>"
 
 
 def _rect(box: Box) -> str:

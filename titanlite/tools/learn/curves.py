@@ -51,13 +51,13 @@ def dp() -> str:
         ends = [(tokens[0], seconds), (tokens[-1], seconds)]
         series.append(Series(name, ends, "dashed", color))
         limit = data_parallel_limit(h100, rate)
-        markers.append(ReferenceLine(f"{limit:,.0f} tokens", x=limit))
+        markers.append(ReferenceLine(f"equal at {limit:,.0f}", x=limit))
     return draw_chart(
         "Data parallelism: compute or communication?",
         series,
         ChartAxis("tokens per GPU and step", is_log=True, show=_tokens, ticks=tokens[::2]),
-        ChartAxis("seconds", is_log=True, show=_seconds),
-        caption="Llama 3 8B in bfloat16 on H100, at the peaks of the data sheet",
+        ChartAxis("time per step", is_log=True, show=_seconds),
+        caption="Llama 3 8B (P parameters), bfloat16 (w = 2 bytes), H100 at the data sheet's peaks",
         markers=markers,
     )
 
@@ -109,9 +109,9 @@ def tp() -> str:
             Series("products: 6 tokens weights / (n peak)", compute),
             Series("collectives: 8 (n-1)/n w tokens D / bandwidth", sent, "dashed", 1),
         ],
-        ChartAxis("degree n", is_log=True, ticks=degrees),
-        ChartAxis("seconds per block, forward and backward", is_log=True, show=_seconds),
-        caption="Llama 3 8B, 8,192 tokens, bfloat16, H100: NVLink in nodes of 8, else 400 Gb/s",
+        ChartAxis("tp degree n", is_log=True, ticks=degrees),
+        ChartAxis("time per block, forward and backward", is_log=True, show=_seconds),
+        caption="Llama 3 8B (width D), 8,192 tokens, w = 2 bytes, H100: NVLink to 8, then 400 Gb/s",
         markers=[ReferenceLine("a node", x=8)],
     )
 

@@ -223,7 +223,7 @@ _PAGE = """<!DOCTYPE html>
     margin-right: 5px; vertical-align: -2px; box-shadow: inset 0 0 0 1px #00000014; }}
   svg {{ display: block; margin: 0 0 26px; }}
   svg .name {{ font-weight: 600; }}
-  svg .end {{ fill: #888888; }}
+  svg .end {{ fill: #555555; }}
   svg rect[data-plans] {{ cursor: pointer; }}
   svg rect.chosen {{ stroke: #1c1c1c; stroke-width: 2; }}
   .scroll {{ overflow-x: auto; }}

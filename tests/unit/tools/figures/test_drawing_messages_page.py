@@ -67,11 +67,11 @@ def cards(page: browser.Page) -> list[list[str]]:
 
 def test_arrow_keys_step_through_what_flies_and_what_is_held(page: browser.Page) -> None:
     assert texts(page, "h1") == ["Around & around"]
-    assert texts(page, "#where") == ["step 0 of 3"]
+    assert texts(page, "#where") == ["time 0 of 3"]
     assert texts(page, "#stage .label") == ["a, 8 B"]
     assert cards(page) == [["rank 0", "a"], ["rank 1", "runs F0", "b"], ["rank 2", "c"]]
     press(page, "ArrowRight")
-    assert texts(page, "#where") == ["step 1 of 3"]
+    assert texts(page, "#where") == ["time 1 of 3"]
     assert texts(page, "#stage .label") == ["a+b, 8 B", "c, 8 B"]
     assert texts(page, "#messages li") == ["rank 1 to rank 2: a+b", "rank 2 to rank 0: c"]
     assert cards(page)[1] == ["rank 1", "runs F0", "a+b"]
@@ -79,12 +79,12 @@ def test_arrow_keys_step_through_what_flies_and_what_is_held(page: browser.Page)
     assert cards(page)[0] == ["rank 0", "all_reduce, 8 B", "a", "c"]
     assert cards(page)[1] == ["rank 1", "a+b"]
     press(page, "ArrowLeft")
-    assert texts(page, "#where") == ["step 1 of 3"]
+    assert texts(page, "#where") == ["time 1 of 3"]
 
 
 def test_it_stops_at_both_ends_and_shortens_long_lists(page: browser.Page) -> None:
     press(page, "ArrowLeft")
-    assert texts(page, "#where") == ["step 0 of 3"]
+    assert texts(page, "#where") == ["time 0 of 3"]
     press(page, "End")
     press(page, "ArrowRight")
     assert texts(page, "#where") == ["the end"]
@@ -104,7 +104,7 @@ def test_buttons_and_the_slider_step_too_and_the_cursor_follows(page: browser.Pa
         "(() => { const slider = document.getElementById('slider'); slider.value = 2;"
         "slider.dispatchEvent(new Event('input')); })()"
     )
-    assert texts(page, "#where") == ["step 2 of 3"]
+    assert texts(page, "#where") == ["time 2 of 3"]
     # An arrow key on the slider is still one step.
     page.run("document.getElementById('slider').focus()")
     press(page, "ArrowRight")

@@ -4,6 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const CARD = { width: 190, line: 16, top: 26, most: 8 };
 const byId = id => document.getElementById(id);
 const color = rank => DATA.colors[rank % DATA.colors.length];
+const ink = rank => DATA.inks[rank % DATA.inks.length];
 let step = 0;
 
 function make(parent, name, attributes, text) {
@@ -78,7 +79,7 @@ function drawStage() {
     make(card, "rect", { x: left, y: top, width: CARD.width, height: cardHeight, rx: 6,
                          fill: called ? "#f3ead7" : "#fafafa", stroke: color(rank),
                          "stroke-width": 1.5 });
-    make(card, "text", { x: left + 10, y: top + 18, fill: color(rank), class: "name" }, name);
+    make(card, "text", { x: left + 10, y: top + 18, fill: ink(rank), class: "name" }, name);
     lines(rank).forEach((text, index) => {
       make(card, "text", { x: left + 10, y: top + CARD.top + 10 + CARD.line * index }, text);
     });
@@ -100,7 +101,7 @@ function drawList() {
 function go(to) {
   step = Math.max(0, Math.min(DATA.length, to));
   byId("slider").value = step;
-  byId("where").textContent = step === DATA.length ? "the end" : `step ${step} of ${DATA.length}`;
+  byId("where").textContent = step === DATA.length ? "the end" : `time ${step} of ${DATA.length}`;
   byId("back").disabled = step === 0;
   byId("on").disabled = step === DATA.length;
   const cursor = byId("cursor");

@@ -325,7 +325,7 @@ function showTimeline() {
       make('button', {id: 'in', onclick: () => zoom(1 / 1.6)}, '+'),
       make('button', {id: 'whole', onclick: whole}, 'whole step'),
       make('label', {}, showsStreams, ' communication'),
-      make('span', {class: 'quiet'}, 'wheel zooms, drag moves, hover shows a name and its times')),
+      make('span', {class: 'quiet'}, 'colour: microbatch; darker: backward; grey: other work; wheel zooms, drag moves, hover names')),
     legend(kinds.map(kind => [kind, DATA.colors.communication[kind] || '#999999'])), svg);
   layout();
 }
