@@ -65,7 +65,9 @@ class StopRequest:
         if self._asked_at is None:
             self._asked_at = now
             if self._answers:
-                tell(STOPPING, "\r")
+                # The signal may have interrupted a write to stderr, which takes no second one.
+                with contextlib.suppress(RuntimeError, OSError):
+                    tell(STOPPING, "\r")
             self.on_request()
         elif now - self._asked_at >= ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt(number)
