@@ -13,6 +13,7 @@ from titanlite.config.load import override
 from titanlite.errors import TraceError
 from titanlite.tools.planner import evaluate
 from titanlite.tools.planner.bounds import Floor, Frontier
+from titanlite.tools.planner.command import plannable
 from titanlite.tools.planner.evaluate import DOES_NOT_FIT, Evaluator, FailedPlan, FoundPlan, Result
 from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.planner.pieces import trace_pieces
@@ -388,8 +389,10 @@ def test_the_best_plan_is_the_best_of_all_and_verify_agrees(
     assert found["is_complete"]
     plans = found["plans"]
     assert len(plans) + sum(found["dropped"].values()) == found["num_candidates"] > 50
-    # Every plan, timed in full.
-    evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=True)
+    # Every plan, timed in full, on a GPU as the command plans it.
+    evaluator = Evaluator(
+        plannable(CONFIG, hardware=H100)[0], H100, is_compiled=False, use_cache=True
+    )
     exact = [evaluator.evaluate(plan["changes"], exactly=True) for plan in plans]
     fastest = min(one.seconds for one in exact if isinstance(one, FoundPlan))
     assert plans[0]["seconds"] == pytest.approx(fastest)
