@@ -64,6 +64,7 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
     ("gpt_oss_debugmodel", "tp 2", ()),
     ("gpt_oss_debugmodel", "tp 2", PARTIAL),
     ("muse_glimmer_debugmodel", "tp 2", ()),
+    ("llama3_debugmodel_dist_gemm", "tp 2", ()),
 ]
 
 

@@ -28,8 +28,10 @@ from titanlite.ranks.settings import ignore_warnings
 from titanlite.ranks.threads import thread_world
 from titanlite.ranks.world import open_world
 from titanlite.tools.planner.events import Allocation
+from titanlite.tools.planner.hardware import load_hardware
+from titanlite.tools.planner.planning import JobPlan
 from titanlite.tools.torchtitan import command, options
-from titanlite.tools.torchtitan.job import OWN_DTYPE, TitanJob
+from titanlite.tools.torchtitan.job import OWN_DTYPE, TitanJob, _takes_spmd_types
 from titanlite.tools.torchtitan.stand_ins import MovedError, standing_in
 
 try:
@@ -196,29 +198,39 @@ def real_step(place: Place, job: TitanJob) -> Counter[tuple[str, tuple[int, ...]
 
 @needs_torchtitan
 @pytest.mark.parametrize(
-    ("tp", "fsdp"),
+    ("name", "tp", "fsdp", "ep"),
     [
-        pytest.param(2, 2, id="tp 2 x fsdp 2", marks=pytest.mark.slow),
-        pytest.param(2, 1, id="tp 2", marks=pytest.mark.slow),
-        pytest.param(1, 2, id="fsdp 2"),
+        pytest.param("llama3_debugmodel", 2, 2, 1, id="tp 2 x fsdp 2", marks=pytest.mark.slow),
+        pytest.param("llama3_debugmodel", 2, 1, 1, id="tp 2", marks=pytest.mark.slow),
+        pytest.param("llama3_debugmodel", 1, 2, 1, id="fsdp 2"),
+        # Its router sends each expert as many tokens.
+        pytest.param("deepseek_v3_debugmodel", 1, 2, 2, id="ep 2", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3_debugmodel", 1, 4, 2, id="ep 2 of 4", marks=pytest.mark.slow),
     ],
 )
-def test_a_planned_step_is_that_of_real_ranks(tp: int, fsdp: int) -> None:
+def test_a_planned_step_is_that_of_real_ranks(name: str, tp: int, fsdp: int, ep: int) -> None:
     from titanlite.tools.torchtitan.plan import trace_rank
 
-    keys = {"tensor_parallel": tp, "data_parallel_shard": fsdp}
+    keys = {"tensor_parallel": tp, "data_parallel_shard": fsdp, "expert_parallel": ep}
     options = [f"--parallelism.{key}_degree={value}" for key, value in keys.items()]
     options += ["--training.seq_len=64", "--training.local_batch_size=2"]
-    job = TitanJob("llama3_debugmodel", tuple(options), OWN_DTYPE)
+    if ep > 1:
+        options += ["--training.disable_cuda_graphs", "--debug.moe_force_load_balance"]
+    job = TitanJob(name, tuple(options), OWN_DTYPE)
     with standing_in():
         trace = trace_rank(job, None, 0).trace
         found = spawn(real_step, tp * fsdp, job, threads=True)[0]
-    ranks_of = {"tp": (0, 1), "dp_shard": (0, tp), "world": (0, 1)}
+    everyone = tuple(range(tp * fsdp))
+    ranks_of = {"tp": (0, 1), "dp_shard": everyone[::tp], "world": everyone, "ep": (0, 1)}
+    ranks_of["efsdp"] = everyone[::ep]
     assert found == Counter(
         (one.kind, ranks_of[one.axis], one.num_bytes)
         for one in trace.communications
         if one.num_ranks > 1
     )
+    if ep > 1:
+        assert ("all_to_all", "ep") in trace.totals()
+        return
     # A vocabulary of 2,048, two blocks of width 256 and 768; tensor parallelism shards no norm.
     weights, norms = 2 * 2048 * 256 + 2 * (4 * 256**2 + 3 * 256 * 768), 5 * 256
     local = 4 * (weights // tp + norms) // fsdp
@@ -244,18 +256,76 @@ def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["ranks"][0]["peak"]["bytes"] == found["peak_bytes"] > 0
 
 
+def planned(*titan: str) -> JobPlan:
+    """The debug model of Llama 3, on small rows, on an H100."""
+    from titanlite.tools.torchtitan.plan import plan_job
+
+    small = ["--training.seq_len=64", "--training.disable_cuda_graphs"]
+    given = options.Options("llama3_debugmodel", [*small, *titan])
+    return plan_job(given, load_hardware("h100"))[0]
+
+
+@needs_torchtitan
+@pytest.mark.slow
+@pytest.mark.skipif(not _takes_spmd_types(), reason="stages need torch 2.14")
+@pytest.mark.parametrize(
+    ("schedule", "kinds"),
+    [
+        ("1F1B", "FFBFBFBB"),
+        ("GPipe", "FFFFBBBB"),
+        ("Interleaved1F1B", "FFFFFBFBFBFBBBBB"),
+        # The first stage has no gradient of its input to compute.
+        ("ZBVZeroBubble", "FFFFIWFIWFWFIWWFIWWW"),
+    ],
+)
+def test_the_time_of_a_pipeline(schedule: str, kinds: str) -> None:
+    found = planned(
+        "--parallelism.pipeline_parallel_degree=2",
+        f"--parallelism.pipeline_parallel_schedule={schedule}",
+        "--training.local_batch_size=4",
+        FSDP2,
+        "activation-checkpoint:none",
+    )
+    assert found.prediction is not None
+    spans = [one for one in found.prediction.timeline.spans if one.row == 0 and one.kind in "FBIW"]
+    assert "".join(one.kind for one in spans) == kinds
+    assert 0 < found.prediction.bubble < 1
+    for one in found.ranks:
+        of = found.prediction.step.ranks[one.rank]
+        # Each operator of the trace is in one action.
+        assert of.flops == one.flops
+        assert {item.axis for item in of.traffic} == {"dp_shard", "pp"}
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_cpu_offload_is_planned() -> None:
+    (rank,) = planned(FSDP2, "--training.enable_cpu_offload").ranks
+    (kept,) = planned(FSDP2).ranks
+    rope = 6 * 64 * 16 * 4
+    assert rank.held["parameters"] == rope
+    assert rank.held_on_host["parameters"] == kept.held["parameters"] - rope
+    assert rank.held_on_host["optimizer state"] == kept.held["optimizer state"]
+    assert rank.host is not None
+    assert rank.peak.num_bytes < kept.peak.num_bytes
+    assert rank.totals["to_host", "offload"][1] == rank.held_on_host["parameters"]
+    copies = {key: of for key, of in rank.totals.items() if key[1] == "offload"}
+    assert kept.totals == {key: of for key, of in rank.totals.items() if key not in copies}
+
+
 @needs_torchtitan
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("name", "key", "said"),
     [
-        ("--parallelism.expert_parallel_degree=2", "where tokens go depends on values"),
-        ("--training.enable_cpu_offload", "turn it off"),
+        ("llama3_debugmodel", "--parallelism.pipeline_parallel_degree=2", "which needs torch 2.14"),
+        ("llama3_8b_mxfp8", TP2, "MXFP8 is only supported on SM100"),
     ],
 )
 def test_what_is_not_planned_is_said(
-    key: str, said: str, capsys: pytest.CaptureFixture[str]
+    name: str, key: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "torchtitan:qwen3_moe_debug", key, "--training.disable_cuda_graphs"]) == 2
+    others = "--training.disable_cuda_graphs", "--parallelism.spmd_backend=partial_dtensor"
+    assert main(["plan", f"torchtitan:{name}", key, *others]) == 2
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from titanlite.tools.planner.events import Communication, Event, Operator, Wait
+from titanlite.tools.planner.events import TO_DEVICE, TO_HOST, Communication, Event, Operator, Wait
 
 COPY_IN, COPY_OUT = "fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy"
 COPY_GRADIENTS = "fsdp::chunk_cat"
@@ -22,7 +22,10 @@ def on_streams(events: Iterable[Event]) -> list[Event]:
 
     A gathered unit is waited for when it is copied out. In the forward pass a gather can start when
     the one before it has ended and the unit before that has been copied out of the buffer that both
-    use. A reduction is waited for before the next one, or at the end of the backward pass.
+    use. A reduction is waited for before that of the next unit, or at the end of the backward pass.
+
+    With CPU offload, a gather comes after the copies of its shards to the device, and the copies of
+    gradients to the host after their reduction and before the next one.
     """
     return list(_Streams().run(events))
 
@@ -30,15 +33,19 @@ def on_streams(events: Iterable[Event]) -> list[Event]:
 class _Streams:
     def __init__(self) -> None:
         self._gathers: deque[int] = deque()
-        self._reduction = 0
+        # 0 for none, which no communication has.
+        self._copied = self._copied_back = self._reduced = 0
+        # Of a unit: its parameters and those of its experts have one each.
+        self._reductions: list[Communication] = []
         self._moved: set[int] = set()
         self._last = ""
         self._ready = self._copied_out = -1
         self._count = 0
 
     def run(self, events: Iterable[Event]) -> Iterator[Event]:
-        for event in events:
-            for one in self._next(event):
+        self._later = deque(events)
+        while self._later:
+            for one in self._next(self._later.popleft()):
                 self._count += 1
                 yield one
 
@@ -47,12 +54,21 @@ class _Streams:
             if event.number not in self._moved:
                 yield event
         elif isinstance(event, Communication):
-            if self._last == COPY_IN:
+            ready = self._ready if event.place.phase == "forward" else -1
+            if event.kind == TO_DEVICE:
+                event = replace(event, ready=ready, after=(self._copied,))
+                self._copied = event.number
+            elif event.kind == TO_HOST:
+                event = replace(event, after=(self._copied_back or self._reduced,))
+                self._copied_back = event.number
+            elif self._last == COPY_IN:
                 self._gathers.append(event.number)
-                ready = self._ready if event.place.phase == "forward" else -1
-                event = replace(event, ready=ready)
+                event = replace(event, ready=ready, after=(self._copied,))
+                self._copied = 0
             elif self._last == COPY_GRADIENTS:
-                self._reduction = event.number
+                event = replace(event, after=(self._copied_back,))
+                self._reductions.append(event)
+                self._reduced = event.number
             else:
                 yield event
                 return
@@ -73,9 +89,21 @@ class _Streams:
                 self._ready = max(self._copied_out, issued if self._ready < 0 else 0)
                 self._copied_out = self._count
             return
-        if self._reduction and (event.name == COPY_GRADIENTS or event.place.phase == "optimizer"):
-            yield Wait(self._reduction)
-            self._reduction = 0
+        is_update = event.place.phase == "optimizer"
+        if is_update or (event.name == COPY_GRADIENTS and self._is_next_unit()):
+            for one in self._reductions:
+                yield Wait(one.number)
+            self._reductions.clear()
+        if self._copied_back and is_update:
+            yield Wait(self._copied_back)
+            self._copied_back = 0
         # The copy runs on the stream of the gather, if that starts ahead.
-        is_beside = event.name == COPY_IN and event.place.phase == "forward" and self._ready >= 0
+        is_of_gather = event.name == COPY_IN or self._copied > 0
+        is_beside = is_of_gather and event.place.phase == "forward" and self._ready >= 0
         yield replace(event, is_beside=True) if is_beside else event
+
+    def _is_next_unit(self) -> bool:
+        """Whether what is reduced next is of another unit."""
+        later = (one.place.module for one in self._later if isinstance(one, Communication))
+        module = next(later, "")
+        return all(one.place.module != module for one in self._reductions)

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import flop_registry
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS
 from titanlite.tools.planner.scratch import num_bytes
 
-# Operator -> kind, and the positions of the whole tensor (-1: the result), of the group and, for
-# P2P messages, of the peer among its arguments.
+# Operator -> kind, and the positions of the whole tensor or its parts (-1: the result), of the
+# group and, for P2P messages, of the peer among its arguments.
 COLLECTIVES: dict[str, tuple[str, int, int]] = {
     "_c10d_functional::all_gather_into_tensor": ("all_gather", -1, 2),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0, 3),
@@ -24,6 +24,7 @@ COLLECTIVES: dict[str, tuple[str, int, int]] = {
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2),
     "c10d::allreduce_": ("all_reduce", 0, 1),
     "c10d::alltoall_base_": ("all_to_all", 1, 2),
+    "c10d::alltoall_": ("all_to_all", 1, 2),
     "c10d::broadcast_": ("broadcast", 0, 1),
     "c10d::send": ("send", 0, 1),
     "c10d::recv_": ("receive", 0, 1),
@@ -85,9 +86,9 @@ def shape_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
         return ()
     if name == GROUPED:
         return _grouped_shape(args, kwargs)
-    a, b = args[-2:] if name in ("aten::mm", "aten::bmm") else args[1:3]
-    if name == "aten::_scaled_mm":
-        a, b = args[:2]
+    # mm and bmm can have a dtype as a third argument.
+    has_bias = name in ("aten::addmm", "aten::baddbmm")
+    a, b = args[1:3] if has_bias else args[:2]
     batch = a.size(0) if a.ndim == 3 else 1
     return batch, a.size(-2), b.size(-1), a.size(-1)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError
@@ -85,26 +85,38 @@ def predict(
 
     `shared` is what they were composed with. Unless `keeps_actions`, the timeline is empty.
     """
-    pipeline = resolved.pipeline
-    running = _PipelineRun(
+    pipeline, flops = resolved.pipeline, pieces.flops_per_token
+    tokens = resolved.global_batch_size * resolved.seq_len
+    return run_compositions(
         compositions,
         cost,
         shared or Shared(),
         keeps_actions=keeps_actions,
         waits_for_sends=pipeline is not None and pipeline.schedule.name in WAIT_FOR_SENDS,
+        tokens=tokens,
+        model_flops=flops and flops * tokens,
+        dtype=resolved.config.training.param_dtype,
+    )
+
+
+def run_compositions(
+    compositions: Sequence[Composition],
+    cost: Cost,
+    shared: Shared,
+    *,
+    keeps_actions: bool = True,
+    waits_for_sends: bool,
+    **of_step: Any,
+) -> Prediction:
+    """As `predict`; `of_step` are further arguments of `step_time`."""
+    running = _PipelineRun(
+        compositions, cost, shared, keeps_actions=keeps_actions, waits_for_sends=waits_for_sends
     )
     seconds = running.run()
     segments = {
         one.rank: running.rank_time(place, seconds) for place, one in enumerate(compositions)
     }
-    tokens = resolved.global_batch_size * resolved.seq_len
-    step = step_time(
-        segments,
-        cost,
-        tokens=tokens,
-        model_flops=pieces.flops_per_token and pieces.flops_per_token * tokens,
-        dtype=resolved.config.training.param_dtype,
-    )
+    step = step_time(segments, cost, **of_step)
     rows = [f"rank {one.rank}" for one in compositions]
     idle = [segment.idle_seconds / seconds if seconds else 0.0 for segment in segments.values()]
     timeline = Timeline("predicted step", rows, running.spans, unit="s")

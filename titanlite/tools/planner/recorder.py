@@ -316,7 +316,8 @@ class StepRecorder(TorchDispatchMode):
     def _add_collective(self, name: str, args: Any, result: Any, place: Site) -> None:
         kind, whole_at, group_at = COLLECTIVES[name]
         whole = result if whole_at == -1 else args[whole_at]
-        whole = whole[0] if isinstance(whole, list) else whole
+        parts = whole if isinstance(whole, list) else [whole]
+        whole = parts[0]
         group = args[group_at]
         if isinstance(group, str):
             group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
@@ -333,7 +334,7 @@ class StepRecorder(TorchDispatchMode):
         peer = args[PEER_AT] if kind in ("send", "receive") else -1
         if self._gathered_for and not isinstance(result, Tensor):
             place = place._replace(module=self._gathered_for[-1])
-        size = num_bytes(whole)
+        size = sum(map(num_bytes, parts))
         held: list[Any] = [self._allocate(self._scratch.copies.get(kind, 0) * size)]
         if held[0] is not None:
             self.buffers.add(held[0].block)

@@ -36,6 +36,8 @@ SEQ_LEN, LOCAL_BATCH = "training.seq_len", "training.local_batch_size"
 # Of the chunks that a FlexAttention's block mask has; a rank of cp has two of them.
 BLOCK = 128
 EVERY_IGNORED = 7
+FUSED = "RowParallelLinear"
+"""A module whose collective is part of its product; it needs the backend spmd_types."""
 OWN_DTYPE = "its own"
 """In place of a dtype, for a job that keeps those of its configuration."""
 
@@ -128,10 +130,10 @@ class TitanJob:
         degrees = self._degrees(parallelism, ranks)
         plan = Plan(config, degrees, ranks)
         if attribute_of(parallelism, "spmd_backend") == "spmd_types" and not _takes_spmd_types():
-            if self.is_given("parallelism.spmd_backend"):
+            if self.is_given("parallelism.spmd_backend") or FUSED in kernels_of(plan):
                 raise ConfigError(
                     "parallelism.spmd_backend: FSDP of this torch takes no parameters of "
-                    'spmd_types; give "partial_dtensor", or a torch from 2.14 on'
+                    'spmd_types; take a torch from 2.14 on, or "partial_dtensor" if the model can'
                 )
             parallelism.spmd_backend, plan.is_other_backend = "partial_dtensor", True
         replicas = degrees["dp_replicate"] * degrees["dp_shard"]
@@ -195,8 +197,9 @@ class TitanJob:
         for key in (*AXES.values(), "expert_parallel_degree"):
             attribute_of(config.parallelism, key)
             setattr(config.parallelism, key, 1)
-        # Of the backends the one that leaves plain tensors as they are.
-        config.parallelism.spmd_backend = "partial_dtensor"
+        # Of the backends the one that leaves plain tensors as they are, if the model takes it.
+        if FUSED not in kernels_of(plan):
+            config.parallelism.spmd_backend = "partial_dtensor"
         training.seq_len = small.training.seq_len
         training.local_batch_size = small.training.global_batch_size
         training.global_batch_size = -1
@@ -249,12 +252,13 @@ class TitanJob:
 
 def kernels_of(plan: Plan) -> Iterator[str]:
     """The names of the model's modules whose kernels have stand-ins."""
-    from torchtitan.models.common import attention, moe
+    from torchtitan.models.common import attention, dist_gemm, moe
 
     for owner, name in (
         (attention, "FlexAttention"),
         (attention, "VarlenAttention"),
         (moe, "GroupedExperts"),
+        (dist_gemm, FUSED),
     ):
         if any(plan.config.model_spec.model.traverse(attribute_of(owner, name).Config)):
             yield name

@@ -19,23 +19,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 
 from titanlite.errors import ConfigError, TitanliteError
-from titanlite.mesh.parallel_dims import ParallelDims, axes_of, axes_where, mesh_dims
+from titanlite.mesh.parallel_dims import EXPERT_SHARDS, ParallelDims, axes_of, axes_where, mesh_dims
 from titanlite.ranks.settings import ignore_warnings, own_settings
 from titanlite.schedule import Timeline
+from titanlite.tools.planner.compose import END, Composition
 from titanlite.tools.planner.composition import representatives
 from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.events import Trace
 from titanlite.tools.planner.fake_world import fake_world, stand_ins
 from titanlite.tools.planner.fsdp_streams import on_streams
 from titanlite.tools.planner.hardware import Hardware
+from titanlite.tools.planner.offload import OffloadRecorder
 from titanlite.tools.planner.planning import WHOLE, JobPlan, RankPlan, find_warnings
-from titanlite.tools.planner.predict import Prediction
+from titanlite.tools.planner.predict import WAIT_FOR_SENDS, Prediction, run_compositions
 from titanlite.tools.planner.recorder import StepRecorder
 from titanlite.tools.planner.scratch import CUDA, num_bytes
+from titanlite.tools.planner.segments import Shared
 from titanlite.tools.planner.timing import step_time, time_events
 from titanlite.tools.planner.trace import frozen_objects, record_step
 from titanlite.tools.torchtitan.job import OWN_DTYPE, Plan, TitanJob, kernels_of
 from titanlite.tools.torchtitan.options import Options
+from titanlite.tools.torchtitan.pipeline import Marks, composition_of, marking
 from titanlite.tools.torchtitan.stand_ins import (
     PLANNED,
     attribute_of,
@@ -61,22 +65,30 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Traced:
-    """A rank's step, and the operations of the model for a token, as its Trainer counts them."""
+    """A rank's step, the Trainer's count of operations for a token, and a pipeline's actions."""
 
     trace: Trace
     flops_per_token: float
+    composition: Composition | None
 
 
 def plan_job(options: Options, hardware: Hardware | None) -> tuple[JobPlan, list[tuple[str, str]]]:
     """The plan of a job, and lines about what was planned. Raises ConfigError for bad input."""
     require_torchtitan()
-    with standing_in():
+    with standing_in(plans=True):
         job = TitanJob(options.name, tuple(options.titan), OWN_DTYPE, is_full=True)
         plan = job.plan(options.ranks)
         dims = dims_of(plan)
         is_compiled = plan.config.compile.enable
-        _require_plannable(job, plan)
-        traced = [trace_rank(job, options.ranks, rank) for rank in representatives(dims)]
+        if dims.pp_enabled and plan.config.parallelism.spmd_backend != "spmd_types":
+            raise ConfigError(
+                "parallelism.pipeline_parallel_degree: stages are planned with the backend "
+                "spmd_types alone, which needs torch 2.14; give 1"
+            )
+        shown = representatives(dims)
+        # A pipeline's time needs every stage.
+        places = [dims.rank(pp=place) for place in range(dims.pp)] if hardware else shown
+        traced = [trace_rank(job, options.ranks, rank) for rank in places]
     ranks = [
         RankPlan(
             one.trace.rank,
@@ -86,14 +98,17 @@ def plan_job(options: Options, hardware: Hardware | None) -> tuple[JobPlan, list
             # What a group of one rank does stays on the rank.
             {key: of for key, of in one.trace.totals().items() if key[1]},
             one.trace.flops,
-            reserved=one.trace.reserved(),
+            one.trace.host_peak() if one.trace.on_host else None,
+            one.trace.held_on_host,
+            one.trace.reserved(),
         )
         for one in traced
+        if one.trace.rank in shown
     ]
     found = JobPlan(dims, ranks, WHOLE, hardware)
-    if hardware is not None and not dims.pp_enabled:
+    if hardware is not None:
         cost = Cost(hardware, dims, is_compiled=is_compiled)
-        found = replace(found, prediction=_predict(plan, traced[0], cost), cost=cost)
+        found = replace(found, prediction=_predict(plan, traced, cost), cost=cost)
     found.warnings.extend(find_warnings(found))
     return found, list(_describe(job, plan, traced))
 
@@ -135,7 +150,8 @@ def trace_rank(job: TitanJob, ranks: int | None, rank: int) -> Traced:
 
 
 def _record(trainer: Any, mode: FakeTensorMode, rank: int, dims: ParallelDims) -> Traced:
-    recorder = StepRecorder(_axes(dims, rank), scratch=SCRATCH)
+    kind = OffloadRecorder if trainer.config.training.enable_cpu_offload else StepRecorder
+    recorder = kind(_axes(trainer, dims, rank), scratch=SCRATCH)
     parts = list(trainer.model_parts)
     parameters = [one for part in parts for one in part.parameters()]
     # The first step logs in any case.
@@ -145,16 +161,23 @@ def _record(trainer: Any, mode: FakeTensorMode, rank: int, dims: ParallelDims) -
         # Its next step would begin so.
         trainer.optimizers.zero_grad(set_to_none=True)
     trace = Trace(rank, dims.coordinates(rank), recorder.events)
+    marks: Marks = []
 
     def run(on_gradients: Callable[[], None]) -> None:
+        def noted() -> None:
+            marks.append((len(trace.events), END, -1, -1))
+            on_gradients()
+
         batches = list(zeros(trainer))
         recorder.note(one for inputs, labels in batches for one in (*inputs.values(), labels))
-        with clipping_after(on_gradients):
+        with clipping_after(noted), marking(recorder, marks):
             trainer.train_step(iter(batches))
 
     record_step(trace, recorder, mode, parts, parameters, state_of(trainer.optimizers), run)
     processor = trainer.metrics_processor
-    return Traced(trace, float(attribute_of(processor, "num_flops_per_token")))
+    flops = float(attribute_of(processor, "num_flops_per_token"))
+    number = attribute_of(trainer, "num_pipeline_parallel_microbatches")
+    return Traced(trace, flops, composition_of(trace, marks, number) if dims.pp_enabled else None)
 
 
 def zeros(trainer: Any) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -167,15 +190,22 @@ def zeros(trainer: Any) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         yield {"input": tokens, "positions": positions}, labels
 
 
-def _axes(dims: ParallelDims, rank: int) -> dict[str | tuple[int, ...], tuple[str, ...]]:
-    """The ranks of each group of this rank -> its axis; a group of one rank has none."""
-    groups = {name: axes_of(name) for name in mesh_dims() if axes_of(name)[0] in dims.degrees}
+def _axes(trainer: Any, dims: ParallelDims, rank: int) -> dict[Any, tuple[str, ...]]:
+    """The ranks of each group of this rank -> its axis; a group of one rank has none.
+
+    Groups of experts can have the ranks of others, so they go by their names.
+    """
+    groups = {name: axes_of(name) for name in mesh_dims() if name != "ep"}
     groups["batch"] = axes_where(batch="samples")
     groups["loss"] = (*groups["batch"], *axes_where(batch="tokens"))
-    found: dict[str | tuple[int, ...], tuple[str, ...]] = {(rank,): ("",)}
+    found: dict[Any, tuple[str, ...]] = {(rank,): ("",)}
     # The plainest name of the same ranks.
     for name, axes in sorted(groups.items(), key=lambda one: len(one[1])):
         found.setdefault(tuple(dims.group(rank, *axes)), (name,))
+    for name in ("ep", EXPERT_SHARDS):
+        mesh = trainer.parallel_dims.get_optional_mesh(name)
+        if mesh is not None and mesh.size() > 1:
+            found[mesh.get_group().group_name] = (name,)
     return found
 
 
@@ -215,35 +245,19 @@ def _chunked_loss() -> Any:
     return attribute_of(loss, "ChunkedLossWrapper")
 
 
-def _require_plannable(job: TitanJob, plan: Plan) -> None:
-    config, parallelism = plan.config, plan.config.parallelism
-    if parallelism.expert_parallel_degree > 1:
-        raise ConfigError(
-            "parallelism.expert_parallel_degree: where tokens go depends on values, which a trace "
-            "has not; give 1"
-        )
-    if config.training.enable_cpu_offload:
-        raise ConfigError(
-            "training.enable_cpu_offload: is not planned for TorchTitan's jobs; turn it off"
-        )
-    if plan.degrees["pp"] > 1 and parallelism.spmd_backend != "spmd_types":
-        raise ConfigError(
-            "parallelism.pipeline_parallel_degree: stages are planned with the backend spmd_types "
-            "alone, which needs torch 2.14; give 1"
-        )
-
-
-def _predict(plan: Plan, one: Traced, cost: Cost) -> Prediction:
-    training = plan.config.training
+def _predict(plan: Plan, traced: list[Traced], cost: Cost) -> Prediction:
+    training, one = plan.config.training, traced[0]
     tokens = training.global_batch_size * training.seq_len
+    of_step: dict[str, Any] = {
+        "tokens": tokens,
+        "model_flops": one.flops_per_token * tokens,
+        "dtype": training.mixed_precision_param,
+    }
+    if compositions := [of.composition for of in traced if of.composition]:
+        waits = plan.config.parallelism.pipeline_parallel_schedule in WAIT_FOR_SENDS
+        return run_compositions(compositions, cost, Shared(), waits_for_sends=waits, **of_step)
     rank = one.trace.rank
-    step = step_time(
-        {rank: time_events(on_streams(one.trace.events), cost, rank)},
-        cost,
-        tokens=tokens,
-        model_flops=one.flops_per_token * tokens,
-        dtype=training.mixed_precision_param,
-    )
+    step = step_time({rank: time_events(on_streams(one.trace.events), cost, rank)}, cost, **of_step)
     return Prediction(step, Timeline("predicted step", [], [], unit="s"), 0.0)
 
 
@@ -252,25 +266,22 @@ def _describe(job: TitanJob, plan: Plan, traced: list[Traced]) -> Iterator[tuple
     config, dims = plan.config, dims_of(plan)
     training = config.training
     ranks = ", ".join(str(one.trace.rank) for one in traced)
-    yield "plan", f"torchtitan:{job.name}: {dims.describe()}, {dims.world_size:,} ranks"
+    ep = f", ep {dims.ep}" if dims.ep_enabled else ""
+    yield "plan", f"torchtitan:{job.name}: {dims.describe()}{ep}, {dims.world_size:,} ranks"
     kind = type(config.activation_checkpoint).__qualname__.partition(".")[0]
-    yield (
-        "job",
-        (
-            f"{training.local_batch_size} x {training.seq_len:,} tokens per rank, global batch "
-            f"{training.global_batch_size:,}; {training.dtype}, computed in "
-            f"{training.mixed_precision_param}; "
-            f"activation checkpointing: {'none' if kind == 'NoneType' else kind}"
-        ),
+    text = (
+        f"{training.local_batch_size} x {training.seq_len:,} tokens per rank, global batch "
+        f"{training.global_batch_size:,}; {training.dtype}, computed in "
+        f"{training.mixed_precision_param}; "
+        f"activation checkpointing: {'none' if kind == 'NoneType' else kind}"
     )
-    yield (
-        "runs",
-        (
-            f"Trainer.train_step of TorchTitan {metadata.version('torchtitan')} on torch "
-            f"{torch.__version__}, by the backend {config.parallelism.spmd_backend}; the second "
-            f"step of rank {ranks}"
-        ),
+    yield "job", text
+    text = (
+        f"Trainer.train_step of TorchTitan {metadata.version('torchtitan')} on torch "
+        f"{torch.__version__}, by the backend {config.parallelism.spmd_backend}; the second "
+        f"step of rank {ranks}"
     )
+    yield "runs", text
     for name in _stand_ins(plan):
         yield "replaced", f"{name}: {PLANNED[name]}"
 
@@ -281,6 +292,4 @@ def _stand_ins(plan: Plan) -> Iterator[str]:
         yield "backend"
     if plan.config.compile.enable:
         yield "compile"
-    if plan.degrees["pp"] > 1:
-        yield "pipeline"
     yield from (name for name in kernels_of(plan) if name in PLANNED)

@@ -24,6 +24,10 @@ from unittest.mock import patch
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed._symmetric_memory import _fused_all_gather_matmul_fallback
+from torch.distributed._symmetric_memory import (
+    _fused_matmul_reduce_scatter_fallback as _matmul_reduce_scatter,
+)
 from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
@@ -62,6 +66,7 @@ STAND_INS = {
     "FlexAttention": "scores, mask and softmax in full; hides the kernel and the block mask",
     "VarlenAttention": "scores, mask and softmax in full; hides the kernel",
     "GroupedExperts": "a product for each expert in float64; hides torch._grouped_mm",
+    "RowParallelLinear": "a collective, then a product; hides symmetric memory and its overlap",
 }
 """What stands in for something, and how much it hides."""
 
@@ -79,8 +84,8 @@ PLANNED = {
     ),
     "norm": "the fused RMSNorm of a GPU",
     "GroupedExperts": "torch._grouped_mm, as if all experts had equally many tokens",
+    "RowParallelLinear": STAND_INS["RowParallelLinear"],
     "backend": STAND_INS["backend"],
-    "pipeline": "no time, since ranks of a pipeline are traced one by one",
 }
 """The same for a job that is planned."""
 
@@ -116,7 +121,7 @@ def require_torchtitan() -> None:
 
 
 @contextlib.contextmanager
-def standing_in() -> Iterator[None]:
+def standing_in(*, plans: bool = False) -> Iterator[None]:
     """Inside, TorchTitan runs on the CPU of this process, in any number of threads."""
     with contextlib.ExitStack() as exits:
         # Its Trainer turns the collection of garbage off, and its logger is the root.
@@ -143,9 +148,15 @@ def standing_in() -> Iterator[None]:
             (attention, "_compiled_create_block_mask", masks),
             (attention, "varlen_attn", varlen_attention),
             (distributed, "clip_grad_norm_", clip),
+            # PyTorch has these for tests; the fused operators need a GPU.
+            (torch.ops.symm_mem, "fused_all_gather_matmul", _fused_all_gather_matmul_fallback),
+            (torch.ops.symm_mem, "fused_matmul_reduce_scatter", _matmul_reduce_scatter),
         )
         for owner, name, value in changes:
             exits.enter_context(_replaced(owner, name, value))
+        if plans:
+            float8 = _module("components.quantization.float8")
+            exits.enter_context(_replaced(float8, "has_cuda_capability", lambda *_: True))
         dtypes = attribute_of(_module("config"), "TORCH_DTYPE_MAP")
         exits.enter_context(patch.dict(dtypes, float64=torch.float64))
         yield
@@ -189,14 +200,20 @@ def without_values(mode: Any, seq_len: int, stage: Callable[..., Any]) -> Iterat
 
     A rank attends to `seq_len` tokens, and `stage` makes its stages of a pipeline.
     """
-    attention, decoder = _module("models.common.attention"), _module("models.common.decoder")
+    attention = _module("models.common.attention")
     recomputed, utils = _module("distributed.activation_checkpoint"), _module("tools.utils")
     pipeline, model = _module("distributed.pipeline_parallel"), _module("protocols.model")
+    dispatcher = attribute_of(_module("models.common.token_dispatcher"), "AllToAllTokenDispatcher")
+    dispatched = attribute_of(dispatcher, "dispatch")
     saved, to_empty = attribute_of(recomputed, "_get_default_save_ops"), torch.nn.Module.to_empty
 
     def varlen_metadata(positions: torch.Tensor, **_: Any) -> Any:
         ends = positions.new_zeros(len(positions) + 1, dtype=torch.int32)
         return attention.VarlenMetadata(ends, ends, seq_len, seq_len)
+
+    def dispatch(self: Any, x: Any, scores: torch.Tensor, *args: Any) -> Any:
+        self.rows_without_values = scores.numel()
+        return dispatched(self, x, scores, *args)
 
     def faked(module: torch.nn.Module, **kwargs: Any) -> Any:
         with mode:
@@ -209,14 +226,17 @@ def without_values(mode: Any, seq_len: int, stage: Callable[..., Any]) -> Iterat
             (attention.FlexAttention, "_compiled_flex_attn", staticmethod(causal_attention)),
             (attention, "_compiled_create_block_mask", _block_mask),
             (attention, "varlen_attn", functools.partial(of_rows, seq_len)),
-            (decoder, "create_varlen_metadata_for_document", varlen_metadata),
             (recomputed, "_get_default_save_ops", lambda: saved() | {FLASH.default}),
+            (dispatcher, "dispatch", dispatch),
+            (dispatcher, "_sync_token_count_exchange", _even_counts),
             (pipeline, "PipelineStage", stage),
         ):
             exits.enter_context(_replaced(owner, name, value))
+        copied = "create_varlen_metadata_for_document"
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torchtitan.models.") and hasattr(module, copied):
+                exits.enter_context(patch.object(module, copied, varlen_metadata))
         exits.enter_context(patch.object(torch.nn.Module, "to_empty", faked))
-        # What a GPU has; a CPU computes it by operators that keep more.
-        exits.enter_context(patch.object(torch.nn.functional, "rms_norm", _fused_norm))
         yield
 
 
@@ -231,10 +251,12 @@ def _block_mask(mask_mod: Any, b: int, _: Any, queries: int, keys: int, **kwargs
     )
 
 
-def _fused_norm(
-    x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None
-) -> torch.Tensor:
-    return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+def _even_counts(self: Any, _: Any, counts: torch.Tensor, num_ranks: int) -> Any:
+    """What a rank sends to each of its group, and gets from it, if all experts had as many."""
+    counts = torch.ops._c10d_functional.wait_tensor(counts).reshape(-1)
+    less, more = divmod(self.rows_without_values, num_ranks)
+    splits = [less + (number < more) for number in range(num_ranks)]
+    return counts, splits, list(splits)
 
 
 _of_thread = threading.local()
@@ -286,6 +308,9 @@ class Widened(TorchFunctionMode):
         if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
             args = tuple(map(_widened, args))
             kwargs = {name: _widened(value) for name, value in kwargs.items()}
+        if func is torch.mm:
+            # A CPU has no kernel for it, and both have this dtype already.
+            kwargs.pop("out_dtype", None)
         return func(*args, **kwargs)
 
 

@@ -53,27 +53,21 @@ def describe(job: TitanJob, plan: Plan, options: Options) -> Iterator[tuple[str,
     parallelism = plan.config.parallelism
     ep = parallelism.expert_parallel_degree
     kind = "processes" if options.processes else "threads"
-    yield (
-        "plan",
-        (
-            f"torchtitan:{job.name}: {degrees}{f', ep {ep}' if ep > 1 else ''}, "
-            f"{math.prod(plan.degrees.values())} ranks as {kind}"
-        ),
+    text = (
+        f"torchtitan:{job.name}: {degrees}{f', ep {ep}' if ep > 1 else ''}, "
+        f"{math.prod(plan.degrees.values())} ranks as {kind}"
     )
-    yield (
-        "reference",
-        (
-            f"its model on one rank, not parallelized, the same Trainer and the whole batch; "
-            f"{job.dtype}, {options.steps} steps"
-        ),
+    yield "plan", text
+    text = (
+        f"its model on one rank, not parallelized, the same Trainer and the whole batch; "
+        f"{job.dtype}, {options.steps} steps"
     )
-    yield (
-        "runs",
-        (
-            f"Trainer.train_step of TorchTitan {metadata.version('torchtitan')}, by the backend "
-            f"{parallelism.spmd_backend}"
-        ),
+    yield "reference", text
+    text = (
+        f"Trainer.train_step of TorchTitan {metadata.version('torchtitan')}, by the backend "
+        f"{parallelism.spmd_backend}"
     )
+    yield "runs", text
     if plan.smaller:
         yield "smaller", ", ".join(plan.smaller)
     for name in stand_ins(plan, job, options):
