@@ -64,17 +64,10 @@ def test_the_strategy_file_of_the_page_is_1f1b(tmp_path, capsys):
     ("page", "command"),
     [
         ("ladder.md", "ladder"),
-        ("ladder.md", "ladder --dp 4 --pp 2 --items 32 --overlap --microbatch 2"),
         (
             "simulate.md",
             "1F1B --workers 4 --batches 8 --quiet "
             "--compare Interleaved1F1B ZB-H1 ZB-H2 ZBV DualPipeV",
-        ),
-        (
-            "simulate.md",
-            "1F1B --compare ZB-H2 ZBV --costs-per model --forward 48 --backward 96 "
-            "--weight-units 12 --optimizer-units 36 --kept-units 16 "
-            "--sweep workers=4,8 batches=32",
         ),
     ],
 )
