@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from titanlite.config.checks import CHECKS
 from titanlite.config.document import by_section
 from titanlite.config.keys import Key, job_keys, job_sections, model_keys
 from titanlite.config.toml import show
@@ -30,9 +29,7 @@ def markdown() -> str:
         if section == "model":
             parts.append(OF_A_MODEL)
             parts += [_model(spec) for spec in MODELS.values()]
-    parts.append("## Checks across keys\n")
     parts.append(CHECKED)
-    parts.append("\n".join(f"- {_sentence(check.purpose)}" for check in CHECKS) + "\n")
     parts.append("## Where titanlite differs from TorchTitan\n\n### Defaults\n")
     differ = [key for key in live if key.torchtitan not in (..., OWN)]
     rows = (f"- `{k.name}`: {_default(k.default)}, not {_default(k.torchtitan)}" for k in differ)
@@ -89,6 +86,8 @@ own model, registered by `experimental.custom_import`, has its own keys.
 """
 
 CHECKED = """\
+## Degrees and ranks
+
 The product of the degrees in [parallelism], without EP, is the number of ranks. A job that is
 started as a single process starts as many local ranks as its degrees need; a shard degree of -1 is
 then 1 on CPU, and on CUDA the number of GPUs divided by the other degrees. At most 32 ranks per
@@ -96,7 +95,8 @@ core and one per 150 MB of memory are started, and none if the parameters, gradi
 state of ranks on CPU exceed the machine's memory; `job.max_local_ranks` and
 `job.max_local_memory_gb` set other limits.
 
-Checked when the job is read, or as soon as the number of ranks is known:
+What does not fit together, such as a degree that does not divide the heads, or a schedule that
+cannot run with these microbatches, is refused before any process starts.
 """
 
 LACKS = """\
@@ -173,10 +173,6 @@ def _default(value: object, key: Key | None = None) -> str:
     if key is None:
         return "-"
     return f"*{'string' if key.choices else key.type_name().split(' >')[0]}*"
-
-
-def _sentence(text: str | None) -> str:
-    return " ".join((text or "").split())
 
 
 def _filled(text: str) -> str:

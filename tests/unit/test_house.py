@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,8 @@ TOOLS = ROOT / "titanlite/tools"
 # completion for shells, points of exercises, ranks that share a GPU, a loss by rows, and pipelines,
 # experts and CPU offload of planned jobs of TorchTitan.
 CORE, LIBRARY, TESTS = 34_000, 77_690, 45_000
+# In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
+GUIDES, PAGES = 25_000, 70_000
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.
 TOKENS_OF_A_LINE = 8.5
 
@@ -54,6 +57,18 @@ def test_the_library_stays_below_its_limit() -> None:
 
 def test_the_tests_stay_below_their_limit() -> None:
     assert lines((ROOT / "tests").rglob("*.py")) <= TESTS
+
+
+def test_the_pages_stay_below_their_limits() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
+    guides = re.findall(r"[\w/]+\.md", site[site.index("- Start:") : site.index("- Reference:")])
+    assert len(guides) > 30
+    assert _words(ROOT / "docs" / page for page in guides) <= GUIDES
+    assert _words((ROOT / "docs").rglob("*.md")) <= PAGES
+
+
+def _words(pages: Iterable[Path]) -> int:
+    return sum(len(page.read_text().split()) for page in pages)
 
 
 def test_a_long_line_counts_as_several(tmp_path: Path) -> None:
