@@ -142,8 +142,9 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(
         assert process.stderr is not None
         process.stdout.close()
         said = process.stderr.read().decode()
-        # argparse prints its help to nobody as if it were read.
-        said = said.replace("starting 2 ranks ...\n", "")
+        # argparse prints its help to nobody as if it were read. On a busy machine, what takes long
+        # says what runs.
+        said = re.sub(r"^.* \.\.\.\n", "", said, flags=re.MULTILINE)
         assert (process.wait() in (0, 141), said) == (True, "")
         if "--help" not in command:
             assert process.returncode == 141
