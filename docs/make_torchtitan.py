@@ -110,7 +110,7 @@ def verified(job: str, plan: str, more: tuple[str, ...]) -> dict[str, Any]:
     if word == "agrees":
         word = AGREES + (largest[1] if largest else "0")
     else:
-        why = re.search(r"likely cause: (.*?)(?:\. [A-Z]|$)", said)
+        why = re.search(r"likely cause: (.*?)(?:\. [A-Z]|; [\d.]+ is also| step +loss |$)", said)
         text = why[1] if why else verdict[2] if verdict else done.stderr.strip().splitlines()[-1]
         word += f": {text[:220]}".replace("|", "/")
     own = [option.partition("=")[2] or option for option in more if option not in (NO_GRAPHS,)]

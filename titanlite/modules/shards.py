@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,14 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 
 from titanlite.errors import TitanliteError
 from titanlite.modules.names import unwrapped_name
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers for an FSDPModule; torch 2.11 has at most one."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def parameters_of(parts: Iterable[nn.Module], tied: Mapping[str, str]) -> dict[str, nn.Parameter]:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from titanlite.modules.shards import fsdp_groups
 from titanlite.parallelize.float8.linear import (
     Float8Linear,
     Float8Weight,
@@ -166,8 +167,7 @@ def _sharded_weights(model: nn.Module) -> list[Any]:
     found = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            group: Any = module._get_fsdp_state()._fsdp_param_group
-            for fsdp_param in group.fsdp_params if group is not None else ():
+            for fsdp_param in (one for group in fsdp_groups(module) for one in group.fsdp_params):
                 info = fsdp_param._module_info
                 is_shared = fsdp_param.mesh_info.shard_mesh_size > 1
                 if (

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from titanlite import pickles
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.modules.shards import local_part
+from titanlite.modules.shards import fsdp_groups, local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending
 from titanlite.tools.verify.events import Events, Watch
@@ -339,5 +339,4 @@ def _averages(module: nn.Module) -> bool:
     """Whether it averages gradients over several ranks; FSDP2 of one rank has none to average."""
     if not isinstance(module, FSDPModule):
         return isinstance(module, DistributedDataParallel | FullyShardedDataParallel)
-    group: Any = module._get_fsdp_state()._fsdp_param_group
-    return group is not None and group.mesh_info.mesh.size() > 1
+    return any(group.mesh_info.mesh.size() > 1 for group in fsdp_groups(module))
