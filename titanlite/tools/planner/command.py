@@ -26,6 +26,7 @@ from titanlite.tools.planner.report import figures, show
 from titanlite.tools.planner.space import KEPT_TRAINING
 from titanlite.tools.planner.spans import draw_schedules, make_timeline, step_spans
 
+PUBLISHED = "configs/plan/published/rows.toml"
 EPILOG = "Any key of the job can follow: --section.key=value."
 
 
@@ -36,6 +37,11 @@ def main(arguments: Sequence[str]) -> int:
         from titanlite.tools.planner.calibrate import calibrate
 
         calibrate(options.calibrate)
+        return 0
+    if options.published:
+        from titanlite.tools.planner.published import compare
+
+        print(compare(Path(options.published), options.json))
         return 0
     if options.job is None:
         raise ConfigError("job: is missing; give the TOML file of the job")
@@ -49,9 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         if getattr(options, option):
             raise ConfigError(f"--{option}: only a search has it; give --search, too")
     measured = _read_measured(options.measured, options.svg)
-    asked = _load([f"--job.config_file={options.job}", *rest])
-    config, notes = plannable(*asked, hardware)
-    resolved = resolve_job(config, options.ranks)
+    resolved, notes = resolve([options.job, *rest], hardware, options.ranks)
+    config = resolved.config
     if options.tensors:
         with telling("tracing the model"):
             say("\n".join(_tensors(resolved)))
@@ -89,6 +94,8 @@ def _parser() -> Parser:
     add("--hardware", metavar="NAME|FILE", help=f"also give the time: of {devices}, or of a file")
     add("--calibrate", metavar="FILE", help="measure this CPU, write its hardware file, and stop")
     add("--html", metavar="FILE", help="write a page with charts")
+    rows = "plan published runs, by default those of titanlite's own page, and print the errors"
+    add("--published", metavar="ROWS", nargs="?", const=PUBLISHED, help=rows)
     account = "which stages hold it, how it lies on each mesh axis, and what completes its gradient"
     account = f"print the account of every tensor instead: {account}"
     add("--tensors", action="store_true", help=account)
@@ -190,6 +197,15 @@ def _read_measured(file: str | None, svg: str | None) -> Timeline | None:
             f"--measured: {file} is not the trace of a pipeline; give a pipeline_step_N.json of a "
             "run with profiling.enable_pipeline_timeline = true"
         ) from error
+
+
+def resolve(
+    job: Sequence[str], hardware: Hardware | None, ranks: int | None = None
+) -> tuple[ResolvedJob, list[str]]:
+    """The job of a file and its further keys as it is planned, and notes."""
+    file, *keys = job
+    config, notes = plannable(*_load([f"--job.config_file={file}", *keys]), hardware)
+    return resolve_job(config, ranks), notes
 
 
 def _load(arguments: list[str]) -> tuple[JobConfig, list[str]]:

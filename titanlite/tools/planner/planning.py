@@ -25,6 +25,7 @@ from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.events import Peak, Trace
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.predict import Prediction, predict
+from titanlite.tools.planner.software import TODAY
 
 WHOLE, PIECES = "whole", "pieces"
 # Passes of a block through a microbatch up to which a job is traced whole.
@@ -118,20 +119,21 @@ def plan_job(
     method = method or (WHOLE if passes(resolved) <= MOST_PASSES else PIECES)
     prediction, cost = None, None
     applied: tuple[PlanRow, ...] = ()
+    software = hardware.software if hardware else TODAY
     compositions: list[Composition] = []
     eager: dict[int, Composition] = {}
     if method == PIECES or hardware is not None:
-        pieces = load_pieces(resolved, use_cache=use_cache)
+        pieces = load_pieces(resolved, software, use_cache=use_cache)
         compositions = compose(resolved, pieces)
         if hardware is not None:
-            cost = Cost(hardware, dims, is_compiled=is_compiled)
+            cost = Cost(hardware, dims, is_compiled, getattr(resolved.model, "head_dim", 128))
             prediction = predict(resolved, compositions, cost, pieces)
     if config.compile.enable and config.job.device == "cuda":
         eager = {one.rank: one for one in compositions}
     if method == PIECES and config.compile.enable:
         # Time is that of eager pieces, with operators fused by rule: the hardware files are fitted
         # to it.
-        compiled = load_pieces(resolved, use_cache=use_cache, is_compiled=True)
+        compiled = load_pieces(resolved, software, use_cache=use_cache, is_compiled=True)
         compositions = compose(resolved, compiled)
     shown = representatives(dims)
     steps: list[Trace | Composition] = [one for one in compositions if one.rank in shown]
@@ -139,7 +141,7 @@ def plan_job(
         from titanlite.tools.planner.trace import trace_rank
 
         layout = config.parallelism.context_parallel_load_balancer
-        traces = [trace_rank(resolved, rank) for rank in representatives(dims, layout)]
+        traces = [trace_rank(resolved, rank, software) for rank in representatives(dims, layout)]
         steps, applied = [*traces], traces[0].applied
     ranks = [
         RankPlan(
