@@ -16,10 +16,11 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from titanlite.tools.planner.cache import load_pieces
-from titanlite.tools.planner.command import PUBLISHED, resolve
+from titanlite.tools.planner.command import PUBLISHED
 from titanlite.tools.planner.compose import compose
 from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.hardware import Hardware, load_hardware
+from titanlite.tools.planner.planning import resolve
 from titanlite.tools.planner.predict import predict
 from titanlite.tools.planner.published import Row, read_rows
 

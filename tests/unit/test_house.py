@@ -12,8 +12,9 @@ TOOLS = ROOT / "titanlite/tools"
 # In lines. A larger limit is a change of its own, which says why. The library's was 70,000. It has
 # grown by the world of threads (ranks/), by what verify sees of other people's code (its lines,
 # numbers, padding, exchanges), by jobs of TorchTitan (tools/torchtitan), a schema for editors,
-# completion for shells, points of exercises, ranks that share a GPU, and a loss by rows.
-CORE, LIBRARY, TESTS = 34_000, 77_530, 45_000
+# completion for shells, points of exercises, ranks that share a GPU, a loss by rows, and
+# published runs and their software as the planner's input.
+CORE, LIBRARY, TESTS = 34_000, 77_890, 45_000
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.
 TOKENS_OF_A_LINE = 8.5
 

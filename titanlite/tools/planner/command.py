@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlite.config import JobConfig, ResolvedJob, parse_args, resolve_job
+from titanlite.config import ResolvedJob, resolve_job
 from titanlite.config.load import override, read_job
 from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import render_screen
@@ -21,7 +21,7 @@ from titanlite.tools.options import Parser, positive, write
 from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.hardware import Hardware, known_hardware, load_hardware
 from titanlite.tools.planner.html import draw_page
-from titanlite.tools.planner.planning import JobPlan, plan_job
+from titanlite.tools.planner.planning import JobPlan, plan_job, plannable, resolve
 from titanlite.tools.planner.report import figures, show
 from titanlite.tools.planner.space import KEPT_TRAINING
 from titanlite.tools.planner.spans import draw_schedules, make_timeline, step_spans
@@ -197,52 +197,3 @@ def _read_measured(file: str | None, svg: str | None) -> Timeline | None:
             f"--measured: {file} is not the trace of a pipeline; give a pipeline_step_N.json of a "
             "run with profiling.enable_pipeline_timeline = true"
         ) from error
-
-
-def resolve(
-    job: Sequence[str], hardware: Hardware | None, ranks: int | None = None
-) -> tuple[ResolvedJob, list[str]]:
-    """The job of a file and its further keys as it is planned, and notes."""
-    file, *keys = job
-    config, notes = plannable(*_load([f"--job.config_file={file}", *keys]), hardware)
-    return resolve_job(config, ranks), notes
-
-
-def _load(arguments: list[str]) -> tuple[JobConfig, list[str]]:
-    """The job, and notes; a step does not depend on a tokenizer, so that may be missing."""
-    key = "model.hf_assets_path"
-    try:
-        return parse_args(arguments), []
-    except ConfigError as error:
-        if not all(problem.startswith(f"{key}:") for problem in error.problems):
-            raise
-        note = f"{key}: there is no tokenizer, so its vocabulary is not compared with the model's"
-        return parse_args([*arguments, f"--{key}="]), [note]
-
-
-def plannable(
-    config: JobConfig, notes: Sequence[str] = (), hardware: Hardware | None = None
-) -> tuple[JobConfig, list[str]]:
-    """The job as it can be traced on this machine, and what that changes, after `notes`.
-
-    With job.device = "auto", a job on a GPU's `hardware` runs on the GPU.
-    """
-    notes, device = list(notes), config.job.device
-    if device == "auto" and hardware is not None and hardware.kind == "gpu":
-        device = "cuda"
-        job = config.job.model_copy(update={"device": device})
-        # A copy: a job that is searched for another number of ranks need not be legal as it is.
-        config = config.model_copy(update={"job": job})
-    if config.compile.enable:
-        notes.append("compile: operators are counted one by one; the compiler fuses some of them")
-    training = config.training
-    if training.enable_cpu_offload and device != "cuda":
-        notes.append("offload: planned on CPU, where device and host are one: nothing is copied")
-    elif training.enable_cpu_offload and not training.cpu_offload_pin_memory:
-        notes.append("offload: copies are planned at the rate of pinned memory; others are slower")
-    if config.comm.mode != "default":
-        comm = config.comm.model_copy(update={"mode": "default"})
-        config = config.model_copy(update={"comm": comm})
-    if device == "cuda":
-        notes.append("device: without a GPU here, traced on the kernels of the CPU")
-    return config, notes

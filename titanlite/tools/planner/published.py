@@ -18,9 +18,8 @@ from titanlite.config.toml import parse_toml
 from titanlite.errors import ConfigError
 from titanlite.observe.terminal import telling
 from titanlite.tools.options import write
-from titanlite.tools.planner.command import resolve
 from titanlite.tools.planner.hardware import load_hardware, validated
-from titanlite.tools.planner.planning import plan_job
+from titanlite.tools.planner.planning import plan_job, resolve
 
 
 @dataclass(frozen=True)
@@ -117,10 +116,11 @@ def show(planned: list[Planned]) -> Iterator[str]:
     """The rows of each source with their errors, and the commands."""
     for source in dict.fromkeys(one.row.source for one in planned):
         of = [one for one in planned if one.row.source == source]
-        yield f"{source}\n{'':48}{of[0].row.unit:>9}   planned   error      GiB planned   error"
+        memory = "      GiB planned   error" if any(one.row.gib for one in of) else ""
+        yield f"{source}\n{'':42}{of[0].row.unit:>9}   planned   error {memory:>30}".rstrip()
         for one in of:
             row = one.row
-            line = f"  {row.name:46}{row.speed:9,.5g}{one.speed:10,.4g}{one.speed_error:+8.1%}"
+            line = f"  {row.name:40}{row.speed:9,.5g}{one.speed:10,.5g}{one.speed_error:+8.1%}"
             line += " fitted" if row.fitted else ""
             if one.gib_error is not None:
                 line = f"{line:75}{row.gib:9.1f}{one.gib:8.1f}{one.gib_error:+8.1%}"

@@ -8,6 +8,7 @@ from titanlite.tools.planner.cache import load_pieces
 from titanlite.tools.planner.composition import ModelPart, Pieces, Segment
 from titanlite.tools.planner.events import Communication, Event, Operator, Site, Wait
 from titanlite.tools.planner.hardware import Software
+from titanlite.tools.planner.planning import passes
 from titanlite.tools.planner.software import on_software
 
 MLP, NORM = (Site(f"layers.1.{name}", "forward") for name in ("w", "ffn_norm"))
@@ -71,3 +72,15 @@ def test_a_composed_rms_norm_reads_and_keeps_more() -> None:
     fused, composed = (one.blocks[-1].forward for one in pieces)
     assert len(composed.events) > len(fused.events)
     assert composed.net["activations"] > fused.net["activations"]
+
+
+def test_all_stages_of_a_rank_count_in_whether_a_job_is_composed() -> None:
+    model = {"name": "llama3", "flavor": "debugmodel", "n_layers": 6}
+    found = []
+    for schedule, blocks in (("1F1B", 4), ("Interleaved1F1B", 2)):
+        keys = {"degree": 2, "schedule": schedule, "layers_per_stage": blocks}
+        parallelism = {f"pipeline_parallel_{name}": value for name, value in keys.items()}
+        config = JobConfig.from_dict({"model": model, "parallelism": parallelism})
+        found.append(passes(resolve_job(config)))
+    # Eight microbatches on two ranks, with one stage of at most 5 modules or two of at most 3.
+    assert found == [8 * 2 * 5, 8 * 2 * 2 * 3]
