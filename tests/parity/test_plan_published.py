@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import make_pictures
 import pytest
 
 from titanlite.errors import ConfigError
@@ -56,6 +57,11 @@ def test_the_page_has_the_table_that_the_command_prints(
     table, _, commands = capsys.readouterr().out.partition("\n\ntitanlite plan ")
     assert table in PAGE.read_text()
     assert commands.count("\n") == len(ROWS)
+
+
+@pytest.mark.slow
+def test_the_picture_of_a_plan_is_what_the_command_prints() -> None:
+    assert make_pictures.draw_plan() == make_pictures.PLAN.read_text()
 
 
 def test_mistakes_in_rows_are_one_line(tmp_path: Path) -> None:
