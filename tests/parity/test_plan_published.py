@@ -1,129 +1,106 @@
-"""Published steps against predicted ones, on the figures of the shipped hardware files."""
+"""Published runs beside their plans, by the command: configs/plan/published/rows.toml."""
 
-import statistics
-from collections.abc import Iterable
-from dataclasses import replace
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import make_pictures
 import pytest
 
-from tests.benchmarks import published_llama
-from tests.benchmarks.published_llama import FITTED, H200, PAPER, PREDICTED, RINGS, Llama
-from tests.benchmarks.published_megatron import (
-    KORTHIKANTI,
-    KORTHIKANTI_ACTIVATIONS,
-    NARAYANAN,
-    flops,
-    kept_activation_bytes,
-    korthikanti_runs,
-    predict_narayanan,
-    step_seconds,
-)
-from titanlite.tools.planner.events import Communication, Event, Operator, Site, Wait
+from titanlite.errors import ConfigError
+from titanlite.tools.planner.command import PUBLISHED, main
+from titanlite.tools.planner.events import Communication, Event, Site, Wait
 from titanlite.tools.planner.hardware import load_hardware
+from titanlite.tools.planner.planning import resolve
+from titanlite.tools.planner.published import plan_row, read_rows
+from titanlite.tools.planner.software import with_ring_of_torch_2_6
+from titanlite.tools.simulate.network import bytes_sent
 
-MEAN, WORST = 0.10, 0.20
-A100 = load_hardware("a100")
-
-
-def errors(pairs: Iterable[tuple[float, float]]) -> list[float]:
-    return [abs(predicted / published - 1) for published, predicted in pairs]
-
-
-def errors_of(rows: Iterable[Llama]) -> list[float]:
-    return errors((row.published, published_llama.predict(row)) for row in rows)
+ROOT = Path(__file__).parents[2]
+ROWS = read_rows(ROOT / PUBLISHED)
+PAGE = ROOT / "docs/plan_published.md"
 
 
-def assert_close(found: list[float]) -> None:
-    assert statistics.fmean(found) < MEAN, found
-    assert max(found) < WORST, found
+@pytest.fixture(autouse=True)
+def its_own_loss(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The module that registers it is imported anew: each test has a registry of its own."""
+    monkeypatch.chdir(ROOT)
+    yield
+    sys.modules.pop("configs.plan.published.loss_2024", None)
 
 
-def test_some_rows_of_each_device_are_close() -> None:
-    run, _, selective = KORTHIKANTI[0]
-    assert step_seconds(replace(run, recomputes=False), A100) == pytest.approx(selective, rel=0.05)
-    largest, measured = NARAYANAN[-1]
-    tflops = flops(largest) / step_seconds(largest, A100) / largest.gpus / 1e12
-    assert tflops == pytest.approx(measured, rel=0.1)
-    # The float8 rows of H100 and H200 share one trace, and so do the paper's two without CP.
-    float8 = [row for row in PREDICTED if row.name.startswith("8B") and row.seq_len == 8192]
-    assert len(float8) == 4
-    assert_close(errors_of([*float8, *PAPER[:2]]))
+def test_every_row_is_a_legal_job_on_its_hardware() -> None:
+    assert len({(row.source, row.name) for row in ROWS}) == len(ROWS)
+    for row in ROWS:
+        device = load_hardware(row.hardware)
+        for keys in row.tried:
+            job, _, *further = row.command(keys)
+            resolve([job, *further], device)
+    fitted = {load_hardware(row.hardware).name for row in ROWS if row.fitted}
+    assert fitted == {load_hardware(name).name for name in ("a100", "h100_96gb")}
+    assert len(load_hardware("a100").fitted) + len(load_hardware("h100_96gb").fitted) == 5
 
 
-def test_activation_memory_is_that_of_korthikanti() -> None:
-    run = KORTHIKANTI[0][0]
-    for saves_memory, published in zip((False, True), KORTHIKANTI_ACTIVATIONS["22B"], strict=True):
-        found = kept_activation_bytes(run, saves_memory=saves_memory) / 2**30
-        assert found == pytest.approx(published, rel=0.01)
-
-
-@pytest.mark.slow
-def test_activation_memory_of_pipelines_is_that_of_korthikanti() -> None:
-    for run, *_ in KORTHIKANTI:
-        for saves_memory, published in enumerate(KORTHIKANTI_ACTIVATIONS[run.name]):
-            found = kept_activation_bytes(run, saves_memory=bool(saves_memory)) / 2**30
-            assert found == pytest.approx(published, rel=0.01)
+@pytest.mark.parametrize("name", ["405B, 512 GPUs, 1F1B", "175B, 64 GPUs, selective"])
+def test_a_cheap_row_is_planned_as_the_page_says(name: str) -> None:
+    planned = plan_row(next(row for row in ROWS if row.name == name))
+    line = next(line for line in PAGE.read_text().splitlines() if name in line)
+    assert f"{planned.speed_error:+8.1%}{' fitted' * planned.row.fitted}" in line
+    assert planned.gib_error is None or f"{planned.gib_error:+.1%}" in line
 
 
 @pytest.mark.slow
-def test_the_a100_predicts_narayanan_from_korthikanti() -> None:
-    assert max(errors((s, step_seconds(run, A100)) for run, s in korthikanti_runs())) < 0.05
-    assert_close(errors((m, predict_narayanan(run, A100)[1]) for run, m in NARAYANAN))
+def test_the_page_has_the_table_that_the_command_prints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["--published", "--json", str(tmp_path / "rows.json")]) == 0
+    table, _, commands = capsys.readouterr().out.partition("\n\ntitanlite plan ")
+    assert table in PAGE.read_text()
+    assert commands.count("\n") == len(ROWS)
 
 
 @pytest.mark.slow
-def test_the_h100_predicts_all_llamas_from_the_small_one_in_bfloat16() -> None:
+def test_the_picture_of_a_plan_is_what_the_command_prints() -> None:
     assert make_pictures.draw_plan() == make_pictures.PLAN.read_text()
-    assert max(errors_of(FITTED)) < 0.05
-    assert_close(errors_of(PREDICTED))
-    # What was fitted for one GPU serves another.
-    assert_close(errors_of(H200))
 
 
-@pytest.mark.slow
-def test_torchtitans_context_parallelism_is_that_of_its_ring() -> None:
-    """All rows but two of the 8B model on NVLink, which are slower for a reason that is not known.
-
-    They lie between a balanced ring and an unbalanced one.
-    """
-    slower = [row for row in RINGS if row.name in ("8B, CP 4", "8B, CP 8")]
-    assert_close(errors_of(row for row in RINGS if row not in slower))
-    for row in slower:
-        contiguous = published_llama.predict(published_llama.unbalanced(row))
-        assert contiguous < row.published < published_llama.predict(row), row.name
+def test_mistakes_in_rows_are_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.toml"
+    for text, line in (
+        ("a = 1", "rows.toml has no rows"),
+        ('[[source]]\nsource = "A"\nrow = [{ name = "B" }]', "rows.toml: 0.unit: is missing"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=line):
+            read_rows(path)
 
 
 def test_the_ring_of_torch_2_6_moves_all_heads_and_waits_at_once() -> None:
-    """The planned messages are those of PyTorch's own ring, which still sends the same ones."""
+    """The planned bytes are those of PyTorch's own ring, which still sends the same messages."""
     cp, kv_heads, repeats, tokens = 4, 2, 3, 16
     numel = cp * 2 * kv_heads * tokens * HEAD_DIM
     forward, recomputed, backward = (
         Communication("all_gather", "cp", 2 * numel, cp, Site("layers.1.attention", phase), number)
         for number, phase in enumerate(("forward", "recomputation", "backward"), 2)
     )
-    gradients = replace(backward, kind="reduce_scatter", num_bytes=4 * numel, number=5)
-    product = Operator("aten::mm", 8, 8, 8, forward.place, "bfloat16", (1, 2, 2, 1))
-    of_tp = replace(forward, axis="tp", number=1)
-    ring = published_llama.with_ring_of_torch_2_6(
-        [of_tp, recomputed, product, Wait(3), Wait(1), backward, product, Wait(4)], cp, repeats
-    )
+    gradients = Communication("reduce_scatter", "cp", 4 * numel, cp, backward.place, 5)
+    of_tp = Communication("all_gather", "tp", 8, 2, forward.place, 1)
+    events = [of_tp, recomputed, Wait(1), Wait(3), backward, Wait(4), gradients, Wait(5)]
+    found = list(with_ring_of_torch_2_6(events, cp, repeats))
     # The gather of the recomputation serves the backward pass.
-    whole = replace(recomputed, num_bytes=repeats * recomputed.num_bytes)
-    assert list(ring) == [of_tp, whole, Wait(3), product, Wait(1), product]
-    sent = list(published_llama.with_ring_of_torch_2_6([gradients, Wait(5)], cp, repeats))
-    found = {"forward": [], "backward": []}
-    for phase, events in run_ring_of_torch(cp, kv_heads * repeats, tokens).items():
-        found[phase] = [(e.kind, e.num_bytes) for e in events if isinstance(e, Communication)]
-    assert found["forward"] == [("all_gather", repeats * forward.num_bytes)]
+    assert [getattr(one, "number", 0) for one in found] == [1, 3, 3, 1, 5, 5]
+    _, gathered, _, _, reduced, _ = found
+    assert isinstance(gathered, Communication)
+    assert isinstance(reduced, Communication)
+    sent: dict[str, list[Communication]] = {}
+    for phase, of in run_ring_of_torch(cp, kv_heads * repeats, tokens).items():
+        sent[phase] = [one for one in of if isinstance(one, Communication)]
+    (first,), (again, *steps) = sent["forward"], sent["backward"]
+    assert first.num_bytes == again.num_bytes == gathered.num_bytes
     # Each step sends the gradients of a rank's keys and values to the next rank.
-    step = next(event.num_bytes for event in sent if isinstance(event, Communication))
-    assert found["backward"][0] == ("all_gather", repeats * backward.num_bytes)
-    assert found["backward"][1:] == [("all_to_all", step)] * cp
-    numbers = [event.number for event in sent if isinstance(event, Communication | Wait)]
-    assert numbers == [number for at in range(6, 6 + 2 * cp, 2) for number in (at, at + 1) * 2]
-    kinds = [(e.kind, e.peer) if isinstance(e, Communication) else "wait" for e in sent]
-    assert kinds == [("send", 1), ("receive", cp - 1), "wait", "wait"] * cp
+    assert [one.kind for one in steps] == ["all_to_all"] * cp
+    of_steps = sum(one.num_bytes for one in steps)
+    assert bytes_sent(reduced.kind, reduced.num_bytes, cp) == of_steps
 
 
 HEAD_DIM = 8

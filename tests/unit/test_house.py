@@ -13,9 +13,10 @@ TOOLS = ROOT / "titanlite/tools"
 # In lines. A larger limit is a change of its own, which says why. The library's was 70,000. It has
 # grown by the world of threads (ranks/), by what verify sees of other people's code (its lines,
 # numbers, padding, exchanges), by jobs of TorchTitan (tools/torchtitan), a schema for editors,
-# completion for shells, points of exercises, ranks that share a GPU, a loss by rows, and pipelines,
-# experts and CPU offload of planned jobs of TorchTitan.
-CORE, LIBRARY, TESTS = 34_000, 77_690, 45_000
+# completion for shells, points of exercises, ranks that share a GPU, a loss by rows, pipelines,
+# experts and CPU offload of planned jobs of TorchTitan, and published runs and their software as
+# the planner's input.
+CORE, LIBRARY, TESTS = 34_000, 78_030, 45_000
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
 GUIDES, PAGES = 25_000, 70_000
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.

@@ -14,10 +14,11 @@ float8_cast.py the casts of weights that FSDP2 gathers in float8; float8_trace.p
 cache.py       pieces on disk; scale.py derives those of larger microbatches
 hardware.py    the figures of a device, from TOML (hardware/); calibrate.py finds
                those of this machine from what measure.py measures
+software.py    other software than today's, in the events of a block
 cost.py        the time of an operator and of a communication; fuse.py joins operators
 timing.py      the time of a list of events, and of ranks that exchange messages
 predict.py     the time of a composed step, with the pipeline's clock
-planning.py    the plan of a job from all of these
+planning.py    the plan of a job from all of these; published.py compares it with published runs
 search.py      the best plan for a number of ranks; search_report.py shows it
 space.py       the plans of a job; evaluate.py: what each takes, bounds.py: at least
 spans.py       what each rank of a predicted step does when, for traces and pictures

@@ -23,6 +23,8 @@ from titanlite.config import ResolvedJob
 from titanlite.errors import ConfigError
 from titanlite.plan_row import PlanRow
 from titanlite.tools.planner.composition import Pieces, smaller
+from titanlite.tools.planner.hardware import Software
+from titanlite.tools.planner.software import TODAY, on_software
 
 SOURCE = Path(__file__).parents[2]
 # Sections of a job that change nothing of its step.
@@ -33,23 +35,27 @@ UNUSED = (
 
 
 def load_pieces(
-    resolved: ResolvedJob, *, use_cache: bool = True, is_compiled: bool = False
+    resolved: ResolvedJob,
+    software: Software = TODAY,
+    *,
+    use_cache: bool = True,
+    is_compiled: bool = False,
 ) -> Pieces:
-    """The pieces of a job: from the cache, or traced and stored there.
+    """The pieces of a job on `software`: from the cache, or traced and stored there.
 
     They are of eager code, unless `is_compiled` and the job compiles its blocks. A cache that
     cannot be read or written is not used.
     """
     small = smaller(resolved, is_compiled=is_compiled)
-    path = folder() / f"{key_of(small)}.pieces"
+    path = folder() / f"{key_of(small)}{'' if software.rms_norm == 'fused' else '-n'}.pieces"
     pieces: Pieces | None = _read(path) if use_cache else None
     if pieces is None:
         from titanlite.tools.planner.pieces import trace_pieces
 
-        pieces = trace_pieces(small, is_compiled=is_compiled)
+        pieces = trace_pieces(small, software, is_compiled=is_compiled)
         if use_cache:
             _write(path, pieces)
-    return pieces
+    return pieces if software == TODAY else on_software(pieces, software, resolved)
 
 
 def known_pieces(resolved: ResolvedJob) -> Pieces | None:

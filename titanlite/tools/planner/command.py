@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlite.config import JobConfig, ResolvedJob, parse_args, resolve_job
+from titanlite.config import ResolvedJob, resolve_job
 from titanlite.config.load import override, read_job
 from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import render_screen
@@ -21,10 +21,12 @@ from titanlite.tools.options import Parser, positive, write
 from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.hardware import Hardware, known_hardware, load_hardware
 from titanlite.tools.planner.html import draw_page
-from titanlite.tools.planner.planning import JobPlan, plan_job
+from titanlite.tools.planner.planning import JobPlan, plan_job, plannable, resolve
 from titanlite.tools.planner.report import figures, show
 from titanlite.tools.planner.space import KEPT_TRAINING
 from titanlite.tools.planner.spans import draw_schedules, make_timeline, step_spans
+
+PUBLISHED = "configs/plan/published/rows.toml"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,6 +36,11 @@ def main(arguments: Sequence[str]) -> int:
         from titanlite.tools.planner.calibrate import calibrate
 
         calibrate(options.calibrate)
+        return 0
+    if options.published:
+        from titanlite.tools.planner.published import compare
+
+        print(compare(Path(options.published), options.json))
         return 0
     if options.job is None:
         raise ConfigError("job: is missing; give the TOML file of the job")
@@ -47,9 +54,8 @@ def main(arguments: Sequence[str]) -> int:
         if getattr(options, option):
             raise ConfigError(f"--{option}: only a search has it; give --search, too")
     measured = _read_measured(options.measured, options.svg)
-    asked = _load([f"--job.config_file={options.job}", *rest])
-    config, notes = plannable(*asked, hardware)
-    resolved = resolve_job(config, options.ranks)
+    resolved, notes = resolve([options.job, *rest], hardware, options.ranks)
+    config = resolved.config
     if options.tensors:
         with telling("tracing the model"):
             say("\n".join(_tensors(resolved)))
@@ -88,6 +94,8 @@ def _parser() -> Parser:
     add("--hardware", metavar="NAME|FILE", help=f"also give the time: of {devices}, or of a file")
     add("--calibrate", metavar="FILE", help="measure this CPU, write its hardware file, and stop")
     add("--html", metavar="FILE", help="write a page with charts")
+    rows = "plan published runs, by default those of titanlite's own page, and print the errors"
+    add("--published", metavar="ROWS", nargs="?", const=PUBLISHED, help=rows)
     account = "which stages hold it, how it lies on each mesh axis, and what completes its gradient"
     account = f"print the account of every tensor instead: {account}"
     add("--tensors", action="store_true", help=account)
@@ -190,43 +198,3 @@ def _read_measured(file: str | None, svg: str | None) -> Timeline | None:
             f"--measured: {file} is not the trace of a pipeline; give a pipeline_step_N.json of a "
             "run with profiling.enable_pipeline_timeline = true"
         ) from error
-
-
-def _load(arguments: list[str]) -> tuple[JobConfig, list[str]]:
-    """The job, and notes; a step does not depend on a tokenizer, so that may be missing."""
-    key = "model.hf_assets_path"
-    try:
-        return parse_args(arguments), []
-    except ConfigError as error:
-        if not all(problem.startswith(f"{key}:") for problem in error.problems):
-            raise
-        note = f"{key}: there is no tokenizer, so its vocabulary is not compared with the model's"
-        return parse_args([*arguments, f"--{key}="]), [note]
-
-
-def plannable(
-    config: JobConfig, notes: Sequence[str] = (), hardware: Hardware | None = None
-) -> tuple[JobConfig, list[str]]:
-    """The job as it can be traced on this machine, and what that changes, after `notes`.
-
-    With job.device = "auto", a job on a GPU's `hardware` runs on the GPU.
-    """
-    notes, device = list(notes), config.job.device
-    if device == "auto" and hardware is not None and hardware.kind == "gpu":
-        device = "cuda"
-        job = config.job.model_copy(update={"device": device})
-        # A copy: a job that is searched for another number of ranks need not be legal as it is.
-        config = config.model_copy(update={"job": job})
-    if config.compile.enable:
-        notes.append("compile: operators are counted one by one; the compiler fuses some of them")
-    training = config.training
-    if training.enable_cpu_offload and device != "cuda":
-        notes.append("offload: planned on CPU, where device and host are one: nothing is copied")
-    elif training.enable_cpu_offload and not training.cpu_offload_pin_memory:
-        notes.append("offload: copies are planned at the rate of pinned memory; others are slower")
-    if config.comm.mode != "default":
-        comm = config.comm.model_copy(update={"mode": "default"})
-        config = config.model_copy(update={"comm": comm})
-    if device == "cuda":
-        notes.append("device: without a GPU here, traced on the kernels of the CPU")
-    return config, notes

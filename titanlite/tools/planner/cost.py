@@ -105,15 +105,12 @@ class Cost:
 
     `dims` are the job's degrees: ranks are numbered with tp innermost and fill one node after
     another. `is_compiled` says that elementwise operators are fused; apply fuse.py to the events.
-    `attention` is "flash", or "unfused" for attention whose scores are stored, computed as products
-    and a softmax with heads of `head_dim` (Megatron-LM before FlashAttention); with
-    "unfused, recomputed" the backward pass computes the scores again.
+    Attention that is not fused has heads of `head_dim`.
     """
 
     hardware: Hardware
     dims: ParallelDims = field(default_factory=ParallelDims)
     is_compiled: bool = False
-    attention: str = "flash"
     head_dim: int = 128
 
     def __post_init__(self) -> None:
@@ -227,7 +224,7 @@ class Cost:
 
     def _attention(self, operator: Operator, num_bytes: float) -> float:
         is_backward = operator.name.endswith(BACKWARD_SUFFIX)
-        if self.attention != "flash":
+        if self.hardware.software.attention != "flash":
             return self._unfused(operator, is_backward)
         efficiencies = self.hardware.attention
         share = efficiencies.backward_share if is_backward else efficiencies.forward_share
@@ -256,7 +253,8 @@ class Cost:
         # Two products for each of the forward pass; the scores' gradients go the same way, and
         # dropout and softmax read what they kept.
         backward = 2 * products + self._moving(num_scores * (8 * itemsize + 1))
-        return backward + (forward if self.attention == "unfused, recomputed" else 0.0)
+        is_again = self.hardware.software.attention == "unfused, recomputed"
+        return backward + (forward if is_again else 0.0)
 
     # Communication
 

@@ -90,7 +90,9 @@ class Evaluator:
     ) -> None:
         self._config, self._hardware, self._use_cache = config, hardware, use_cache
         self._model = resolve_model(config).sizes
-        self._cost = Cost(hardware, is_compiled=is_compiled)
+        self._cost = Cost(
+            hardware, is_compiled=is_compiled, head_dim=getattr(self._model, "head_dim", 128)
+        )
         self._pieces: dict[tuple[Any, ...], Pieces] = {}
         self._shared: dict[int, Shared] = {}
         self._bounds: dict[int, Bounds] = {}
@@ -155,7 +157,7 @@ class Evaluator:
             compiled = pieces = self._load(changes, jobs[0], exactly=exactly)
             if exactly and config.compile.enable:
                 # Its peak is that of compiled blocks, which take longer to trace.
-                compiled = load_pieces(jobs[0], use_cache=self._use_cache, is_compiled=True)
+                compiled = self._load_pieces(jobs[0], is_compiled=True)
         except (TraceError, ConfigError) as error:  # the latter of the reduced job
             return f"{UNTRACEABLE}: {' '.join(str(error).split())}"[:100]
         cost = self._cost.on(jobs[0].dims)
@@ -231,7 +233,7 @@ class Evaluator:
                 small = smaller(resolved)
                 one, two = (self._of_size(small, key, n) for n in (2, 4))
                 pieces = scaled(one, two, size // 2)
-            self._pieces[key] = pieces or load_pieces(resolved, use_cache=self._use_cache)
+            self._pieces[key] = pieces or self._load_pieces(resolved)
         return self._pieces[key]
 
     def _of_size(self, small: ResolvedJob, key: tuple[Any, ...], size: int) -> Pieces:
@@ -240,5 +242,9 @@ class Evaluator:
         if key not in self._pieces:
             batch = small.global_batch_size // small.config.training.local_batch_size * size
             job = override(small.config, {LOCAL_BATCH: size, GLOBAL_BATCH: batch})
-            self._pieces[key] = load_pieces(resolve_job(job), use_cache=self._use_cache)
+            self._pieces[key] = self._load_pieces(resolve_job(job))
         return self._pieces[key]
+
+    def _load_pieces(self, job: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
+        software = self._hardware.software
+        return load_pieces(job, software, use_cache=self._use_cache, is_compiled=is_compiled)

@@ -91,11 +91,12 @@ def faked(batch: Batch, mode: FakeTensorMode) -> Batch:
 
 
 @contextlib.contextmanager
-def stand_ins(device_type: str = "cpu") -> Iterator[None]:
+def stand_ins(device_type: str = "cpu", *, fuses_norms: bool = True) -> Iterator[None]:
     """Inside, torch has stand-ins for what cannot run on fake tensors.
 
     Where there is no GPU, a planned "cuda" device has a kernel that skips the masked half of causal
-    attention by itself, and one for RMSNorm, which keeps its input and no float32 copy of it.
+    attention by itself, and if it `fuses_norms` one for RMSNorm, which keeps its input and no
+    float32 copy of it.
     """
     with contextlib.ExitStack() as stack:
         if device_type == "cuda":
@@ -103,7 +104,8 @@ def stand_ins(device_type: str = "cpu") -> Iterator[None]:
             stack.enter_context(patch.object(FakeTensor, "is_pinned", lambda *_: True, create=True))
         if device_type == "cuda" and not torch.cuda.is_available():
             stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
-            stack.enter_context(patch.object(torch, "rms_norm", fused_rms_norm))
+            if fuses_norms:
+                stack.enter_context(patch.object(torch, "rms_norm", fused_rms_norm))
         for place, name, stand_in in (
             (torch, "compile", partial(compile_as_graph, torch.compile)),
             (functional_collectives, "_are_we_tracing", is_compiling),

@@ -13,9 +13,8 @@ from typing import Any
 
 from titanlite.config import JobConfig, resolve_job
 from titanlite.config.load import read_any
-from titanlite.tools.planner.command import plannable
 from titanlite.tools.planner.hardware import load_hardware
-from titanlite.tools.planner.planning import JobPlan, plan_job
+from titanlite.tools.planner.planning import JobPlan, plan_job, plannable
 from titanlite.tools.planner.report import figures, show
 
 

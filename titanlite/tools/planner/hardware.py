@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, PlainValidator, StrictBool, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
@@ -22,6 +22,9 @@ from titanlite.config.toml import TOML_ERRORS, parse_toml
 from titanlite.errors import ConfigError, suggest
 
 FOLDER = Path(__file__).with_suffix("")
+T = TypeVar("T")
+DEEPEST = 8
+"""How many files may be based on each other."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,27 @@ class CollectiveCost:
 
 
 @dataclass(frozen=True)
+class Software:
+    """What a run's software does otherwise than titanlite on a PyTorch of today.
+
+    `rms_norm` "composed" is put together from other operators, as on GPUs before PyTorch 2.9.
+    `attention` "unfused" stores its scores (Megatron-LM before FlashAttention); "unfused,
+    recomputed" computes them again in the backward pass. `ring` "torch 2.6" is the context
+    parallelism of TorchTitan in 2024. With `fuses_tp`, the compiler overlaps collectives over tp
+    with their products on symmetric memory (asynchronous TP). Without `sequence_parallel`, each
+    rank of tp has the whole sequence between products. Unless `joins_weights`, products of one
+    input have one weight from the start. Only `rms_norm` changes the planned memory.
+    """
+
+    rms_norm: Literal["fused", "composed"] = "fused"
+    attention: Literal["flash", "unfused", "unfused, recomputed"] = "flash"
+    ring: Literal["titanlite", "torch 2.6"] = "titanlite"
+    fuses_tp: StrictBool = False
+    sequence_parallel: StrictBool = True
+    joins_weights: StrictBool = True
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A device, its node, and the network between nodes.
 
@@ -233,6 +257,7 @@ class Hardware:
     products: Products
     attention: AttentionShares
     overhead: Overhead
+    software: Software = Software()
     host: Host | None = None
     """Needed only for GPUs, and only by jobs with CPU offload."""
     product_share: Mapping[str, Positive] = field(default_factory=dict)
@@ -281,33 +306,58 @@ def known_hardware() -> list[str]:
 def load_hardware(name_or_path: str) -> Hardware:
     """The device of a known name, or of a TOML file.
 
-    Raises ConfigError with one line for each mistake: an unknown name, a missing or unknown key, a
-    value of a wrong type, a negative figure.
+    With `base`, a name or a file beside it, a file gives only what differs from that. Raises
+    ConfigError with one line for each mistake: an unknown name, a missing or unknown key, a value
+    of a wrong type, a negative figure.
     """
+    return parse_hardware(*_read(name_or_path, Path()))
+
+
+def _read(name_or_path: str, folder: Path) -> tuple[str, Path]:
+    """The text of a known device, or of a file relative to `folder`, and its path."""
     path = FOLDER / f"{name_or_path}.toml"
     if "/" in name_or_path or name_or_path.endswith(".toml"):
-        path = Path(name_or_path)
+        path = folder / name_or_path
     elif not path.exists():
         known = known_hardware()
         advice = suggest(name_or_path, known, f"give one of {', '.join(known)}, or a TOML file")
         raise ConfigError(f"--hardware: {name_or_path!r} is not known; {advice}")
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8"), path
     except OSError as error:
         raise ConfigError(
             f"--hardware: {path} cannot be read ({error.strerror}); give another file"
         ) from error
-    return parse_hardware(text, path.name)
 
 
-def parse_hardware(text: str, name: str) -> Hardware:
-    """The device of a TOML text; `name` is that of its file, for errors (see load_hardware)."""
+def parse_hardware(text: str, path: str | Path) -> Hardware:
+    """The device of a TOML text; `path` is that of its file, see load_hardware."""
+    return validated(Hardware, _values(text, Path(path)), Path(path).name)
+
+
+def _values(text: str, path: Path, depth: int = 0) -> dict[str, Any]:
+    """The values of a file, over those of its base."""
     try:
         values = parse_toml(text)
     except TOML_ERRORS as error:
-        raise ConfigError(f"--hardware: {name} is not TOML: {error}") from error
+        raise ConfigError(f"--hardware: {path.name} is not TOML: {error}") from error
+    if (base := values.pop("base", None)) is None:
+        return values
+    if not isinstance(base, str) or depth == DEEPEST:
+        raise ConfigError(f"{path.name}: base: {base!r} is not the name or file of another device")
+    return _merged(_values(*_read(base, path.parent), depth + 1), values)
+
+
+def _merged(base: Any, own: Any) -> Any:
+    if not (isinstance(base, dict) and isinstance(own, dict)):
+        return own
+    return base | {key: _merged(base.get(key), value) for key, value in own.items()}
+
+
+def validated(kind: type[T], values: Any, name: str) -> T:
+    """The values of the file `name` as `kind`; raises ConfigError, a line for each mistake."""
     try:
-        return TypeAdapter(Hardware).validate_python(values)
+        return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
         problems = [f"{name}: {_problem(one)}" for one in error.errors()]
     raise ConfigError(*problems)

@@ -44,8 +44,7 @@ def print_memory(reading: Reading, num_ranks: int | None, *, is_first: bool) -> 
     config = reading.require()
     if not is_first:
         return
-    from titanlite.tools.planner.command import plannable
-    from titanlite.tools.planner.planning import plan_job
+    from titanlite.tools.planner.planning import plan_job, plannable
     from titanlite.tools.planner.report import show_head, show_memory, show_notes, show_top
 
     config, notes = plannable(config)

@@ -42,7 +42,9 @@ from titanlite.tools.planner.composition import (
 )
 from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Trace, Wait
 from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
+from titanlite.tools.planner.hardware import Software
 from titanlite.tools.planner.recorder import StepRecorder
+from titanlite.tools.planner.software import TODAY
 from titanlite.tools.planner.trace import trace_job
 from titanlite.training.norm import reduce_partial_gradients
 
@@ -53,10 +55,13 @@ CAST = "aten::_foreach_copy_"
 FORWARD, BACKWARD = "forward", "backward"
 
 
-def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
+def trace_pieces(
+    resolved: ResolvedJob, software: Software = TODAY, *, is_compiled: bool = False
+) -> Pieces:
     """Trace the pieces of a job; no process group may exist in this process.
 
-    They are of eager code, unless `is_compiled` and the job compiles its blocks.
+    Of `software`, only the RMSNorm counts here (software.py). The pieces are of eager code, unless
+    `is_compiled` and the job compiles its blocks.
 
     Raises TraceError if the job's own code cannot run on fake tensors.
     """
@@ -72,6 +77,7 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
             small,
             rank,
             seen.watch,
+            software=software,
             runs_first_step=small.config.compile.enable,
             model=fewer,
             ddp=_without_ddp,
@@ -324,7 +330,7 @@ def _without_fsdp(trace: Trace, casts: Sequence[Event]) -> tuple[list[Event], Co
     events: list[Event] = []
     dropped: set[int] = set()
     blocks = {b for b, category in trace.category_of.items() if category == "gathered parameters"}
-    is_next = False
+    is_next = is_reduced = False
     cast = {id(event) for event in casts if not isinstance(event, Allocation)}
     blocks |= {event.block for event in casts if isinstance(event, Allocation) and event.num_bytes}
     for event in trace.events:
@@ -348,8 +354,12 @@ def _without_fsdp(trace: Trace, casts: Sequence[Event]) -> tuple[list[Event], Co
                 blocks.add(one.block)
                 events.pop()
             dropped.add(event.number)
-            is_next = False
+            is_next, is_reduced = False, event.kind == "reduce_scatter"
+        elif is_reduced and isinstance(event, Operator) and event.name == "aten::_to_copy":
+            # The cast of a reduced shard, whose size is that of this job's shards.
+            continue
         elif not isinstance(event, Wait) or event.number not in dropped:
+            is_reduced = is_reduced and not isinstance(event, Operator)
             events.append(event)
     kept = [
         event

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from titanlite.config import ResolvedJob
+from titanlite.config import JobConfig, ResolvedJob, parse_args, resolve_job
 from titanlite.config.data import has_tokens
+from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.plan_row import PlanRow
@@ -25,6 +26,7 @@ from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.events import Peak, Trace
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.predict import Prediction, predict
+from titanlite.tools.planner.software import TODAY
 
 WHOLE, PIECES = "whole", "pieces"
 # Passes of a block through a microbatch up to which a job is traced whole.
@@ -118,20 +120,21 @@ def plan_job(
     method = method or (WHOLE if passes(resolved) <= MOST_PASSES else PIECES)
     prediction, cost = None, None
     applied: tuple[PlanRow, ...] = ()
+    software = hardware.software if hardware else TODAY
     compositions: list[Composition] = []
     eager: dict[int, Composition] = {}
     if method == PIECES or hardware is not None:
-        pieces = load_pieces(resolved, use_cache=use_cache)
+        pieces = load_pieces(resolved, software, use_cache=use_cache)
         compositions = compose(resolved, pieces)
         if hardware is not None:
-            cost = Cost(hardware, dims, is_compiled=is_compiled)
+            cost = Cost(hardware, dims, is_compiled, getattr(resolved.model, "head_dim", 128))
             prediction = predict(resolved, compositions, cost, pieces)
     if config.compile.enable and config.job.device == "cuda":
         eager = {one.rank: one for one in compositions}
     if method == PIECES and config.compile.enable:
         # Time is that of eager pieces, with operators fused by rule: the hardware files are fitted
         # to it.
-        compiled = load_pieces(resolved, use_cache=use_cache, is_compiled=True)
+        compiled = load_pieces(resolved, software, use_cache=use_cache, is_compiled=True)
         compositions = compose(resolved, compiled)
     shown = representatives(dims)
     steps: list[Trace | Composition] = [one for one in compositions if one.rank in shown]
@@ -139,7 +142,7 @@ def plan_job(
         from titanlite.tools.planner.trace import trace_rank
 
         layout = config.parallelism.context_parallel_load_balancer
-        traces = [trace_rank(resolved, rank) for rank in representatives(dims, layout)]
+        traces = [trace_rank(resolved, rank, software) for rank in representatives(dims, layout)]
         steps, applied = [*traces], traces[0].applied
     ranks = [
         RankPlan(
@@ -174,6 +177,55 @@ def plan_job(
             f'"{LOW}"'
         )
     return plan
+
+
+def resolve(
+    job: Sequence[str], hardware: Hardware | None, ranks: int | None = None
+) -> tuple[ResolvedJob, list[str]]:
+    """The job of a file and its further keys as it is planned, and notes."""
+    file, *keys = job
+    config, notes = plannable(*_load([f"--job.config_file={file}", *keys]), hardware)
+    return resolve_job(config, ranks), notes
+
+
+def _load(arguments: list[str]) -> tuple[JobConfig, list[str]]:
+    """The job, and notes; a step does not depend on a tokenizer, so that may be missing."""
+    key = "model.hf_assets_path"
+    try:
+        return parse_args(arguments), []
+    except ConfigError as error:
+        if not all(problem.startswith(f"{key}:") for problem in error.problems):
+            raise
+        note = f"{key}: there is no tokenizer, so its vocabulary is not compared with the model's"
+        return parse_args([*arguments, f"--{key}="]), [note]
+
+
+def plannable(
+    config: JobConfig, notes: Sequence[str] = (), hardware: Hardware | None = None
+) -> tuple[JobConfig, list[str]]:
+    """The job as it can be traced on this machine, and what that changes, after `notes`.
+
+    With job.device = "auto", a job on a GPU's `hardware` runs on the GPU.
+    """
+    notes, device = list(notes), config.job.device
+    if device == "auto" and hardware is not None and hardware.kind == "gpu":
+        device = "cuda"
+        job = config.job.model_copy(update={"device": device})
+        # A copy: a job that is searched for another number of ranks need not be legal as it is.
+        config = config.model_copy(update={"job": job})
+    if config.compile.enable:
+        notes.append("compile: operators are counted one by one; the compiler fuses some of them")
+    training = config.training
+    if training.enable_cpu_offload and device != "cuda":
+        notes.append("offload: planned on CPU, where device and host are one: nothing is copied")
+    elif training.enable_cpu_offload and not training.cpu_offload_pin_memory:
+        notes.append("offload: copies are planned at the rate of pinned memory; others are slower")
+    if config.comm.mode != "default":
+        comm = config.comm.model_copy(update={"mode": "default"})
+        config = config.model_copy(update={"comm": comm})
+    if device == "cuda":
+        notes.append("device: without a GPU here, traced on the kernels of the CPU")
+    return config, notes
 
 
 def _repeated_in_halves(resolved: ResolvedJob) -> str:
@@ -212,8 +264,10 @@ def passes(resolved: ResolvedJob) -> int:
     if pipeline is None:
         return batches * getattr(resolved.model, "n_layers", 1)
     blocks = max(len(stage) for stage in pipeline.stages)
-    ranks = len(representatives(dims))
-    return batches * ranks * blocks * pipeline.schedule.num_microbatches
+    schedule, ranks = pipeline.schedule, len(representatives(dims))
+    # A rank can have several stages.
+    blocks *= schedule.num_stages // schedule.num_ranks
+    return batches * ranks * blocks * schedule.num_microbatches
 
 
 def find_warnings(plan: JobPlan) -> Sequence[str]:

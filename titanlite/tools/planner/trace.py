@@ -31,18 +31,20 @@ from titanlite.ranks.settings import ignore_warnings, own_settings
 from titanlite.tools.planner.composition import offloads
 from titanlite.tools.planner.events import Allocation, Trace
 from titanlite.tools.planner.fake_world import fake_builders, fake_world, faked, stand_ins
+from titanlite.tools.planner.hardware import Software
 from titanlite.tools.planner.offload import OffloadRecorder
 from titanlite.tools.planner.recorder import StepRecorder
 from titanlite.tools.planner.scratch import BY_DEVICE
+from titanlite.tools.planner.software import TODAY
 
 
-def trace_rank(resolved: ResolvedJob, rank: int) -> Trace:
+def trace_rank(resolved: ResolvedJob, rank: int, software: Software = TODAY) -> Trace:
     """The second step of `rank`. No process group may exist in this process.
 
     A job with `job.device = "cuda"` is traced with the scratch memory of a GPU, and on its kernels
     if there is a GPU here; else on those of the CPU, as with CPU offload.
     """
-    return trace_job(resolved, rank)[1]
+    return trace_job(resolved, rank, software=software)[1]
 
 
 def trace_job(
@@ -50,6 +52,7 @@ def trace_job(
     rank: int,
     prepare: Callable[[Job, StepRecorder], None] | None = None,
     *,
+    software: Software = TODAY,
     runs_first_step: bool = True,
     **others: Any,
 ) -> tuple[Job, Trace]:
@@ -61,7 +64,7 @@ def trace_job(
     planned = _planned_device(resolved)
     offloaded = offloads(resolved)
     with contextlib.ExitStack() as stack:
-        job, mode = stack.enter_context(_built(resolved, rank, **others))
+        job, mode = stack.enter_context(_built(resolved, rank, software, **others))
         recorder = (OffloadRecorder if offloaded else StepRecorder)(
             axes_of_groups(job),
             scratch=BY_DEVICE[planned],
@@ -104,7 +107,9 @@ def tensor_account(resolved: ResolvedJob) -> dict[str, TensorAccount]:
 
 
 @contextlib.contextmanager
-def _built(resolved: ResolvedJob, rank: int, **others: Any) -> Iterator[tuple[Job, FakeTensorMode]]:
+def _built(
+    resolved: ResolvedJob, rank: int, software: Software = TODAY, **others: Any
+) -> Iterator[tuple[Job, FakeTensorMode]]:
     """The job of `rank`, with fake tensors of that mode; its fake world exists inside.
 
     `others` are fields of Builders.
@@ -116,7 +121,7 @@ def _built(resolved: ResolvedJob, rank: int, **others: Any) -> Iterator[tuple[Jo
         ignore_warnings(category=UserWarning, module=r"torch\.")
         device = "cpu" if offloads(resolved) else planned
         world = stack.enter_context(fake_world(rank, resolved.dims.world_size, device))
-        stack.enter_context(stand_ins(planned))
+        stack.enter_context(stand_ins(planned, fuses_norms=software.rms_norm == "fused"))
         stack.enter_context(frozen_objects())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         builders = replace(fake_builders(mode, world.device, planned), **others)

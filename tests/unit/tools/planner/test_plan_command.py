@@ -16,11 +16,11 @@ from titanlite.schedule import make_schedule
 from titanlite.schedule.trace import make_trace
 from titanlite.schedule.walk import walk
 from titanlite.tools.planner.cache import load_applied
-from titanlite.tools.planner.command import _read_measured, plannable
+from titanlite.tools.planner.command import _read_measured
 from titanlite.tools.planner.composition import representatives
 from titanlite.tools.planner.events import Trace
 from titanlite.tools.planner.hardware import FOLDER, load_hardware
-from titanlite.tools.planner.planning import PIECES, plan_job
+from titanlite.tools.planner.planning import PIECES, plan_job, plannable
 from titanlite.tools.planner.trace import trace_rank
 
 BATCH, TOKENS = 4, 64

@@ -10,11 +10,10 @@ from titanlite.config.load import override
 from titanlite.errors import TraceError
 from titanlite.tools.planner import pieces
 from titanlite.tools.planner.cache import folder, known_pieces, load_applied, load_pieces
-from titanlite.tools.planner.command import plannable
 from titanlite.tools.planner.compose import Composition, compose
 from titanlite.tools.planner.events import Trace
 from titanlite.tools.planner.pieces import trace_pieces
-from titanlite.tools.planner.planning import PIECES, plan_job
+from titanlite.tools.planner.planning import PIECES, plan_job, plannable
 from titanlite.tools.planner.segments import P2P, Shared
 from titanlite.tools.planner.trace import trace_rank
 

@@ -1,5 +1,6 @@
 """Files of hardware: those that are shipped, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,22 @@ def test_an_unknown_name_or_file_is_one_line(tmp_path: Path) -> None:
     path.write_text("name = ")
     with pytest.raises(ConfigError, match="is not TOML"):
         load_hardware(str(path))
+
+
+def test_a_file_gives_only_what_differs_from_its_base(tmp_path: Path) -> None:
+    (tmp_path / "slow.toml").write_text('base = "a100"\n[products]\nshare = 0.5\n')
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "slow.toml"\n[software]\nring = "torch 2.6"\n')
+    found, a100 = load_hardware(str(path)), load_hardware("a100")
+    assert (found.software.ring, a100.software.ring) == ("torch 2.6", "titanlite")
+    assert found.products == replace(a100.products, share=0.5)
+    assert found.memory == a100.memory
+    for base, line in (
+        ("3", "mine.toml: base: 3 is not the name or file of another device"),
+        ('"mine.toml"', "mine.toml: base: 'mine.toml' is not the name or file"),
+        ('"nine"', "--hardware: 'nine' is not known"),
+        ('"a100"\n[software]\nring = "new"', "mine.toml: software.ring: 'new' is refused"),
+    ):
+        path.write_text(f"base = {base}\n")
+        with pytest.raises(ConfigError, match=line):
+            load_hardware(str(path))

@@ -13,11 +13,10 @@ from titanlite.config.load import override
 from titanlite.errors import TraceError
 from titanlite.tools.planner import evaluate
 from titanlite.tools.planner.bounds import Floor, Frontier
-from titanlite.tools.planner.command import plannable
 from titanlite.tools.planner.evaluate import DOES_NOT_FIT, Evaluator, FailedPlan, FoundPlan, Result
 from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.planner.pieces import trace_pieces
-from titanlite.tools.planner.planning import plan_job
+from titanlite.tools.planner.planning import plan_job, plannable
 from titanlite.tools.planner.scale import scaled
 from titanlite.tools.planner.search import SearchResult, search
 from titanlite.tools.planner.search_report import show_search

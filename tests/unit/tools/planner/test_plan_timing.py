@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from titanlite.tools.planner.hardware import (
     Hardware,
     Interconnect,
     OperatorCost,
+    Software,
     load_hardware,
 )
 from titanlite.tools.planner.timing import started_ahead, step_time, time_events
@@ -56,6 +58,10 @@ def gather(
 TP2 = Cost(ROUND, ParallelDims(tp=2))
 
 
+def on_software(**keys: Any) -> Cost:
+    return Cost(replace(ROUND, software=Software(**keys)), TP2.dims, head_dim=100)
+
+
 def test_operators_are_bound_by_operations_or_by_memory() -> None:
     assert TP2.operator(product(2)) == pytest.approx(2e-3)
     assert TP2.operator(replace(product(2), bytes_read=10**7)) == pytest.approx(1e-2)
@@ -75,13 +81,13 @@ def test_operators_are_bound_by_operations_or_by_memory() -> None:
     backward = replace(forward, name=f"{flash}_backward")
     assert TP2.operator(backward) == pytest.approx(2e-3)
     forward, backward = whole, replace(whole, name=f"{flash}_backward")
-    unfused = replace(TP2, attention="unfused", head_dim=100)
+    unfused = on_software(attention="unfused")
     # 2.5 million scores, each written and read three times, with a mask of a byte.
     scores = 10**9 / 400
     assert unfused.operator(forward) == pytest.approx(1e-3 + scores * 25 / 1e9)
     # One million scores: four products of 200 operations each, and eight reads and writes.
     assert unfused.operator(backward) == pytest.approx(4 * 200 * 1e6 / 1e12 + 1e6 * 33 / 1e9)
-    again = replace(unfused, attention="unfused, recomputed")
+    again = on_software(attention="unfused, recomputed")
     assert again.operator(backward) - unfused.operator(backward) == pytest.approx(
         unfused.operator(replace(forward, flops=4 * 10**8)), rel=1e-6
     )

@@ -1,0 +1,18 @@
+"""The loss of TorchTitan in December 2024: of all logits at once, in their own bfloat16.
+
+torchtitan/train.py at commit 9dec370, loss_fn.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+import titanlite
+from titanlite.modules.batch import IGNORE_INDEX, Batch
+
+
+def total(logits: Tensor, batch: Batch) -> Tensor:
+    logits, targets = logits.flatten(0, -2), batch.targets.flatten()
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+titanlite.register_loss("loss_2024", total)
