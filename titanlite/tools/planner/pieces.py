@@ -356,7 +356,7 @@ def _without_fsdp(trace: Trace, casts: Sequence[Event]) -> tuple[list[Event], Co
             dropped.add(event.number)
             is_next, is_reduced = False, event.kind == "reduce_scatter"
         elif is_reduced and isinstance(event, Operator) and event.name == "aten::_to_copy":
-            # The cast of a reduced shard, whose size is that of this job's shards.
+            # The cast of a reduced shard of this job. A step has it once, beside the main stream.
             continue
         elif not isinstance(event, Wait) or event.number not in dropped:
             is_reduced = is_reduced and not isinstance(event, Operator)

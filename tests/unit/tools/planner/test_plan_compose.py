@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config import ResolvedJob, parse_args, resolve_job
+from titanlite.config import JobConfig, ResolvedJob, parse_args, resolve_job
 from titanlite.config.load import override
 from titanlite.errors import TraceError
 from titanlite.tools.planner import pieces
@@ -226,3 +226,19 @@ def test_only_a_job_that_fails_on_fake_tensors_cannot_be_traced(
     monkeypatch.setattr(pieces, "smaller", fail)
     with pytest.raises(ValueError, match="is needed"):
         trace_pieces(resolved)
+
+
+def test_a_composed_step_casts_no_reduced_shard_of_the_traced_size() -> None:
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        training = {"dataset": "synthetic", "seq_len": 64, "mixed_precision_param": "bfloat16"}
+        values = {
+            "model": {"name": "gpt2", "flavor": "tiny"},
+            "training": {**training, "mixed_precision_reduce": dtype},
+            "parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
+        }
+        resolved = resolve_job(JobConfig.from_dict(values))
+        (composed,) = compose(resolved, load_pieces(resolved))
+        events = [event for done in composed.actions for event in done.segment.events]
+        found.append(sum(getattr(event, "name", "") == "aten::_to_copy" for event in events))
+    assert found[0] == found[1] > 0
