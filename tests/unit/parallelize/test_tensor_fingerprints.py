@@ -96,7 +96,7 @@ def test_stages_that_share_a_parameter_are_merged() -> None:
     assert shared.stages == (0, 1)
     assert shared.copied_over == ("pp", "tp")
     assert other.copied_over == ("tp",)
-    lines = describe({"w": shared, "alone": other})
+    lines = describe({"w": shared, "alone": other}, 100)
     assert lines[1].split("  ")[-1] == "the step, over stages: pp; DTensor: tp"
     assert "each of 0-1" in lines[1]
     local = replace(ONE, kind=BUFFER, stages=(0, 1), layout={"tp": "local"})

@@ -51,10 +51,12 @@ def schema(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_shipped_configs_are_accepted(schema: Any) -> None:
-    files = list((ROOT / "configs").rglob("*.toml"))
-    assert len(files) > 30
-    for file in files:
-        assert not list(problems(parse_toml(file.read_text()), schema)), file
+    values = {file: parse_toml(file.read_text()) for file in (ROOT / "configs").rglob("*.toml")}
+    # Beside published jobs lie their rows and hardware.
+    jobs = {file: one for file, one in values.items() if not {"base", "source"} & one.keys()}
+    assert len(jobs) > 30
+    for file, one in jobs.items():
+        assert not list(problems(one, schema)), file
 
 
 def test_what_is_wrong_is_refused(schema: Any) -> None:
