@@ -117,13 +117,13 @@ def show(planned: list[Planned]) -> Iterator[str]:
     for source in dict.fromkeys(one.row.source for one in planned):
         of = [one for one in planned if one.row.source == source]
         memory = "      GiB planned   error" if any(one.row.gib for one in of) else ""
-        yield f"{source}\n{'':42}{of[0].row.unit:>9}   planned   error {memory:>30}".rstrip()
+        yield f"{source}\n{'':42}{of[0].row.unit:>9}   planned   error {memory:>31}".rstrip()
         for one in of:
             row = one.row
             line = f"  {row.name:40}{row.speed:9,.5g}{one.speed:10,.5g}{one.speed_error:+8.1%}"
             line += " fitted" if row.fitted else ""
             if one.gib_error is not None:
-                line = f"{line:75}{row.gib:9.1f}{one.gib:8.1f}{one.gib_error:+8.1%}"
+                line = f"{line:76}{row.gib:9.1f}{one.gib:8.1f}{one.gib_error:+8.1%}"
             yield line
         yield from (*_errors(of), "")
     yield from ("All sources", *_errors(planned), "")
