@@ -136,3 +136,13 @@ def run_ring_of_torch(cp: int, heads: int, tokens: int) -> dict[str, list[Event]
             )
             found["backward"] = list(recorder.events)
     return found
+
+
+def test_what_the_rows_have_is_not_ignored() -> None:
+    for more, said in (
+        (["--hardware=h100"], "leave out hardware"),
+        (["--training.steps=1"], "leave out --training.steps=1"),
+        (["nowhere.toml"], "nowhere.toml cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            main(["--published", *more])

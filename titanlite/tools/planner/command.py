@@ -27,6 +27,7 @@ from titanlite.tools.planner.space import KEPT_TRAINING
 from titanlite.tools.planner.spans import draw_schedules, make_timeline, step_spans
 
 PUBLISHED = "configs/plan/published/rows.toml"
+OF_ROWS = ("published", "json")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,6 +39,11 @@ def main(arguments: Sequence[str]) -> int:
         calibrate(options.calibrate)
         return 0
     if options.published:
+        given = [name for name, value in vars(options).items() if value and name not in OF_ROWS]
+        if given or rest:
+            raise ConfigError(
+                f"--published: its rows have all else; leave out {[*given, *rest][0]}"
+            )
         from titanlite.tools.planner.published import compare
 
         print(compare(Path(options.published), options.json))

@@ -69,7 +69,10 @@ def read_rows(file: Path) -> list[Row]:
             for row in source.pop("row"):
                 keys = f"{source.get('keys', '')} {row.get('keys', '')}"
                 values.append({**source, **row, "keys": keys})
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except OSError as error:
+        text = f"--published: {file} cannot be read ({error.strerror}); give the file of the rows"
+        raise ConfigError(text) from error
+    except (ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"--published: {file} has no rows: {error}") from error
     for value in values:
         for key in ("job", "hardware"):
