@@ -26,12 +26,13 @@ class ParallelPlan:
     a name. `loss_parallel` overrides its entries if the logits are sharded over the vocabulary.
     `blocks` names the container of the repeated blocks, which are checkpointed, compiled and
     sharded one by one; None if there are none. `embeddings` and `head` name the modules before and
-    after them; each group is one FSDP unit. `attention` is the name, within a block, of the module
-    that takes q, k and v, causal if `is_causal`. `sequence_dim` is the dimension along which TP
-    shards the activations between blocks; None if they are replicated. In a pipeline stage, the
-    modules of other stages are None, or not in the list of blocks (split_model): if the model's own
-    forward cannot skip those, `stage_forward(stage, x, ...)` is that of a stage. `is_derived`:
-    nobody wrote the plan; it has only the blocks that derive_plan has found.
+    after them; each group is one FSDP unit, or unless `has_outer_units` part of the root unit,
+    which then stays gathered after the forward pass. `attention` is the name, within a block, of
+    the module that takes q, k and v, causal if `is_causal`. `sequence_dim` is the dimension along
+    which TP shards the activations between blocks; None if they are replicated. In a pipeline
+    stage, the modules of other stages are None, or not in the list of blocks (split_model): if the
+    model's own forward cannot skip those, `stage_forward(stage, x, ...)` is that of a stage.
+    `is_derived`: nobody wrote the plan; it has only the blocks that derive_plan has found.
 
     For parameters without a style (apply_tp), patterns can say what each rank's gradient is:
     `partial_gradients`, a part of the sum over the tensor axis; `whole_gradients`, complete.
@@ -44,6 +45,7 @@ class ParallelPlan:
     blocks: str | None = "layers"
     embeddings: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
+    has_outer_units: bool = True
     attention: str = "attention.inner"
     is_causal: bool = True
     sequence_dim: int | None = 0

@@ -28,11 +28,13 @@ from titanlite.ranks import settings
 
 aten = torch.ops.aten
 
+# Matrix products, of which every second one is saved; those of float8 count as the others do.
+PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
 # The outputs of these operators are saved. Matrix multiplications and attention cost the most to
 # recompute. Collectives would communicate twice. max and amax are the magnitudes from which the
 # scales of low-precision casts are computed, after an all_reduce over ranks.
 SAVED_OPERATORS = (
-    aten.mm.default,
+    *PRODUCTS,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
@@ -216,7 +218,7 @@ def _selective_contexts(recomputed_shapes: frozenset[torch.Size], tally: Operato
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         saved = operator in SAVED_OPERATORS
-        if operator is aten.mm.default:
+        if operator in PRODUCTS:
             if args[1].shape in recomputed_shapes:
                 saved = False
             else:

@@ -127,6 +127,8 @@ def apply_fsdp(
         [part for name in names if name in modules for part in _with_forward(modules[name])]
         for names in (plan.embeddings, plan.head)
     )
+    if not plan.has_outer_units:
+        embeddings, head = [], []
     blocks = find_blocks(model, plan)
     last_block = next(reversed(blocks.values()), None)
     always = reshard_after_forward == "always"
@@ -147,7 +149,7 @@ def apply_fsdp(
         units += 1
     # The root unit gets the remaining parameters, often none.
     units += bool(left)
-    shard(model, reshard)
+    shard(model, reshard if plan.has_outer_units else always)
 
     for module in model.modules():
         # A single rank would divide by one, into a copy of each unit's gradients.

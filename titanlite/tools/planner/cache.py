@@ -47,7 +47,8 @@ def load_pieces(
     cannot be read or written is not used.
     """
     small = smaller(resolved, is_compiled=is_compiled)
-    path = folder() / f"{key_of(small)}{'' if software.rms_norm == 'fused' else '-n'}.pieces"
+    traced = ("-n" * (software.rms_norm != "fused")) + ("-r" * (software.fsdp_root != "the rest"))
+    path = folder() / f"{key_of(small)}{traced}.pieces"
     pieces: Pieces | None = _read(path) if use_cache else None
     if pieces is None:
         from titanlite.tools.planner.pieces import trace_pieces

@@ -222,15 +222,18 @@ class Software:
     """What a run's software does otherwise than titanlite on a PyTorch of today.
 
     `rms_norm` "composed" is put together from other operators, as on GPUs before PyTorch 2.9.
+    `fsdp_root` "embeddings and head" has them in the root unit, which stays gathered after the
+    forward pass, as TorchTitan did before its pull request 1094.
     `attention` "unfused" stores its scores (Megatron-LM before FlashAttention); "unfused,
     recomputed" computes them again in the backward pass. `ring` "torch 2.6" is the context
     parallelism of TorchTitan in 2024. With `fuses_tp`, the compiler overlaps collectives over tp
     with their products on symmetric memory (asynchronous TP). Without `sequence_parallel`, each
     rank of tp has the whole sequence between products. Unless `joins_weights`, products of one
-    input have one weight from the start. Only `rms_norm` changes the planned memory.
+    input have one weight from the start. The first two also change the planned memory.
     """
 
     rms_norm: Literal["fused", "composed"] = "fused"
+    fsdp_root: Literal["the rest", "embeddings and head"] = "the rest"
     attention: Literal["flash", "unfused", "unfused, recomputed"] = "flash"
     ring: Literal["titanlite", "torch 2.6"] = "titanlite"
     fuses_tp: StrictBool = False

@@ -60,8 +60,8 @@ def trace_pieces(
 ) -> Pieces:
     """Trace the pieces of a job; no process group may exist in this process.
 
-    Of `software`, only the RMSNorm counts here (software.py). The pieces are of eager code, unless
-    `is_compiled` and the job compiles its blocks.
+    Of `software`, what changes memory counts here (the rest: software.py). The pieces are of eager
+    code, unless `is_compiled` and the job compiles its blocks.
 
     Raises TraceError if the job's own code cannot run on fake tensors.
     """

@@ -12,6 +12,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from titanlite.config.model import load_model_spec
 from titanlite.job import Job, build_job
 from titanlite.models.build import build_model
 from titanlite.modules.shards import local_part
+from titanlite.parallelize.plan import ParallelPlan
 from titanlite.parallelize.tensor_account import TensorAccount, merged, require_whole
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.machine import num_cores
@@ -125,7 +127,15 @@ def _built(
         stack.enter_context(frozen_objects())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         builders = replace(fake_builders(mode, world.device, planned), **others)
+        if software.fsdp_root == "embeddings and head":
+            builders = replace(builders, model=partial(_without_outer_units, builders.model))
         yield build_job(resolved, world, builders), mode
+
+
+def _without_outer_units(build: Any, *arguments: Any) -> tuple[nn.Module, ParallelPlan]:
+    """The model of `build`, with a plan that leaves embeddings and head to FSDP2's root unit."""
+    model, plan = build(*arguments)
+    return model, replace(plan, has_outer_units=False)
 
 
 def _planned_device(resolved: ResolvedJob) -> str:
