@@ -131,11 +131,16 @@ BASE: dict[str, Any] = {
 NONE = {"activation_checkpoint.mode": "none"}
 FULL = {"activation_checkpoint.mode": "full"}
 COMPILED = {"compile.enable": True}
+BY_OPERATOR = {"activation_checkpoint.selective_ac_option": "op"}
+LOSS_2024 = {
+    "experimental.custom_import": "configs.plan.published.loss_2024",
+    "training.loss": "loss_2024",
+}
 FLOAT8 = {"model.converters": ["quantize.linear.float8"]}
 NARROW = {"model.dim": 2048, "model.n_layers": 16, "training.seq_len": 2048}
 MEASURES: Mapping[str, dict[str, Any]] = {
     "every second block recomputed": {},
-    "recomputed by operator": {"activation_checkpoint.selective_ac_option": "op"},
+    "recomputed by operator": BY_OPERATOR,
     "nothing recomputed": NONE,
     "all recomputed": FULL,
     "all recomputed, 2 sequences": FULL | {"training.local_batch_size": 2},
@@ -178,6 +183,10 @@ MEASURES: Mapping[str, dict[str, Any]] = {
         "training.local_batch_size": 8,
     },
     "compiled, nothing recomputed": COMPILED | NONE,
+    "by operator, the loss of all logits at once": BY_OPERATOR | LOSS_2024,
+    "the same, compiled": BY_OPERATOR | LOSS_2024 | COMPILED | {"compile.components": ["model"]},
+    "float8, by operator": BY_OPERATOR | FLOAT8,
+    "compiled, float8, by operator": BY_OPERATOR | FLOAT8 | COMPILED,
 }
 
 
