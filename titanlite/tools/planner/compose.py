@@ -28,7 +28,7 @@ from titanlite.schedule.actions import (
 )
 from titanlite.tools.planner.composition import Pieces, Segment, Weight
 from titanlite.tools.planner.data_parallel import ENDS
-from titanlite.tools.planner.events import Communication, Operator, Peak, Site, totals, with_gaps
+from titanlite.tools.planner.events import Communication, Operator, Peak, Site, totals
 from titanlite.tools.planner.segments import BATCH, Row, Segments, Shared, Stage, Variant
 
 START, HOLD, RELEASE, END = "start", "hold", "release", "end"
@@ -54,7 +54,8 @@ class Composition:
 
     With CPU offload, `on_host` has the bytes of each category in the host's memory at its peak, and
     those before the step in `held_on_host`; else both are empty. `apart` has the categories that
-    other streams of a GPU allocate than the main one; None on a CPU.
+    other streams of a GPU allocate than the main one; None on a CPU. `gaps` are the bytes that its
+    allocator takes beyond the sum of each stream's own peak.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class Composition:
     held_on_host: dict[str, int] = field(default_factory=dict)
     on_host: dict[str, int] = field(default_factory=dict)
     apart: tuple[str, ...] | None = None
+    gaps: int = 0
 
     def totals(self) -> dict[tuple[str, str], tuple[int, int]]:
         """(kind, axis) -> (number of communications, total bytes)."""
@@ -106,7 +108,7 @@ class Composition:
         """About the bytes that torch takes of the device: on a GPU, see Trace.reserved."""
         if not self.apart:
             peak = self.peak().num_bytes
-            return peak if self.apart is None else with_gaps(peak)
+            return peak if self.apart is None else peak + self.gaps
         main = most = sum(self.held.values())
         now, largest = Counter[str](), Counter[str]()
         for action in self.actions:
@@ -117,7 +119,7 @@ class Composition:
                 largest[name] = max(largest[name], before + max(segment.peak.get(name, 0), after))
                 now[name] = before + after
             main += sum(n for name, n in segment.net.items() if name not in self.apart)
-        return with_gaps(most + largest.total())
+        return most + largest.total() + self.gaps
 
     def host_peak(self) -> Peak:
         """The peak of the host's memory, in the update; nothing without CPU offload."""
@@ -212,10 +214,13 @@ class _Composer:
         held, weights, end = self._ends(numbers)
         actions.append(Done(END, -1, -1, end))
         coordinates = dims.coordinates(rank)
+        # They are where logits come and go.
+        has_head = any(self._stages[number][-1][0] == "after" for number in numbers)
+        gaps = self._pieces.gaps if has_head else 0
         if not self._data.is_offloaded:
-            return Composition(rank, coordinates, held, actions, apart=self._data.apart)
+            return Composition(rank, coordinates, held, actions, apart=self._data.apart, gaps=gaps)
         device, host, most = self._split(held, weights, batches)
-        return Composition(rank, coordinates, device, actions, host, most, self._data.apart)
+        return Composition(rank, coordinates, device, actions, host, most, self._data.apart, gaps)
 
     def _split(
         self, held: dict[str, int], weights: list[Weight], batches: int

@@ -288,6 +288,8 @@ class Pieces:
     """Bytes of the other optimizer state of a parameter."""
     flops_per_token: float | None
     """Forward and backward FLOPs of the model, without recomputation."""
+    gaps: int = 0
+    """The bytes that a GPU's allocator takes beyond the sum of each stream's own peak."""
     balance_bytes: tuple[int, int] = (0, 0)
     """The bytes of the slots of each expert, which are summed in `end`; and of the whole model."""
     casts: Mapping[str, Float8Cast] = field(default_factory=dict)

@@ -8,11 +8,12 @@ otherwise holds the main stream until it ends. What runs ahead on a GPU is known
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from titanlite.plan_row import PlanRow
+from titanlite.tools.planner.allocator import Allocator
 
 CATEGORIES = (
     "parameters",
@@ -24,9 +25,6 @@ CATEGORIES = (
     "temporary",
 )
 """What memory is used for. Activations are what the forward pass keeps for the backward pass."""
-
-GAPS = 0.01
-"""The share of an allocator's memory in gaps, with segments that expand: docs/gpu.md."""
 
 FROM_RANK_TO_RANK = ("send", "receive")
 HOST_LINK = "offload"
@@ -176,22 +174,35 @@ class Trace:
         return self._peak(self.held, is_on_host=False)
 
     def reserved(self) -> int:
-        """The bytes that torch's allocator takes of a GPU.
+        """The bytes that torch's allocator takes of a GPU."""
+        return self._taken(Allocator())
 
-        Memory that one stream has freed is not given to another, so each takes its own peak.
-        """
+    def _taken(self, allocator: Allocator) -> int:
+        # What stays where it is, in one block.
+        allocator.resize(-1, sum(self.held.values()) - sum(self.sizes.values()), 0)
+        for block, num_bytes in self.sizes.items():
+            allocator.resize(block, num_bytes, 0)
+        for event in self._on_device():
+            allocator.resize(event.block, event.num_bytes, event.stream)
+        return allocator.reserved
+
+    def gaps(self) -> int:
+        """The bytes in gaps: what it takes beyond the sum of each stream's own peak."""
         sizes = {block: (num_bytes, 0) for block, num_bytes in self.sizes.items()}
         now = Counter({0: sum(self.held.values())})
         most = Counter(now)
-        for event in self.events:
-            if not isinstance(event, Allocation) or event.block in self.on_host:
-                continue
+        for event in self._on_device():
             before, stream = sizes.get(event.block, (0, 0))
             now[stream] -= before
             now[event.stream] += event.num_bytes
             sizes[event.block] = event.num_bytes, event.stream
             most[event.stream] = max(most[event.stream], now[event.stream])
-        return with_gaps(most.total())
+        return max(0, self._taken(Allocator(is_exact=True)) - most.total())
+
+    def _on_device(self) -> Iterator[Allocation]:
+        for event in self.events:
+            if isinstance(event, Allocation) and event.block not in self.on_host:
+                yield event
 
     def host_peak(self) -> Peak:
         """The peak of the host's memory; nothing without CPU offload."""
@@ -211,11 +222,6 @@ class Trace:
             if total > most:
                 best, most = Peak(event.place, dict(now)), total
         return best
-
-
-def with_gaps(num_bytes: int) -> int:
-    """What the streams take, with the gaps that no tensor fits into."""
-    return round(num_bytes * (1 + GAPS))
 
 
 def totals(

@@ -140,6 +140,7 @@ def trace_pieces(
         moments=moments,
         state_bytes=state,
         flops_per_token=job.flops_per_token,
+        gaps=trace.gaps(),
         balance_bytes=(_balance_bytes(job.parts[0]), fewer.balance_bytes),
         casts=seen.casts.casts(),
     )
