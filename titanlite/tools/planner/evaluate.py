@@ -42,7 +42,7 @@ from titanlite.tools.planner.space import (
 )
 
 MARGIN = 0.08
-"""The share of the device's memory that a plan leaves free."""
+"""The share of the memory that a plan leaves free, of a device whose accuracy is not known."""
 # Of a long pipeline two shorter ones are timed: a step's time is linear in its microbatches.
 MOST_MICROBATCHES_PER_STAGE = 4
 MOST_PIECES = 16
@@ -174,10 +174,13 @@ class Evaluator:
         if not exactly:
             shared = self._shared.setdefault(id(pieces), shared)
         compositions = [compose(job, pieces, shared=shared, is_quick=not exactly) for job in jobs]
-        ends = compositions[0], compositions[-1]
+        least, most = map(peaks, (compositions[0], compositions[-1]))
         if compiled is not pieces:
-            ends = compose(jobs[0], compiled), compose(jobs[-1], compiled)
-        least, most = map(peaks, ends)
+            graphs = [peaks(compose(job, compiled)) for job in (jobs[0], jobs[-1])]
+            # As in plan_job, a GPU takes no more than eager code (planning.py).
+            if config.job.device == "cuda":
+                graphs = [min(pair) for pair in zip(graphs, (least, most), strict=True)]
+            least, most = graphs
         # The steps between the two shorter pipelines, and from there to the whole one.
         steps = 0.0 if len(jobs) == 1 else (total - counts[0]) / (counts[1] - counts[0])
         peak, host_peak = (
@@ -219,7 +222,9 @@ class Evaluator:
         return finish(draft) if is_legal else None
 
     def _fits(self, num_bytes: float) -> bool:
-        return num_bytes <= self._hardware.memory.num_bytes * (1 - MARGIN)
+        known = self._hardware.accuracy
+        most = 1 / (1 - MARGIN) if known is None else known.memory[1]
+        return num_bytes * most <= self._hardware.memory.num_bytes
 
     def _load(self, changes: Changes, resolved: ResolvedJob, *, exactly: bool) -> Pieces:
         size = changes[LOCAL_BATCH] if changes[PP] == 1 else changes[MICROBATCH]

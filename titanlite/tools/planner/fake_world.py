@@ -21,6 +21,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.config import ResolvedJob
@@ -109,6 +110,7 @@ def stand_ins(device_type: str = "cpu", *, fuses_norms: bool = True) -> Iterator
         for place, name, stand_in in (
             (torch, "compile", partial(compile_as_graph, torch.compile)),
             (functional_collectives, "_are_we_tracing", is_compiling),
+            (_fsdp_param, "_chunk_with_empty", Shards),
         ):
             stack.enter_context(patch.object(place, name, stand_in))
         stack.enter_context(patch.object(FakeTensor, "as_subclass", as_subclass, create=True))
@@ -125,6 +127,27 @@ def fused_rms_norm(
     On a CPU, PyTorch has such a kernel only for LayerNorm.
     """
     return torch.layer_norm(x, shape, weight, eps=1e-6 if eps is None else eps)
+
+
+class Shards(Sequence[Tensor]):
+    """FSDP2's shards of a tensor, each made when it is asked for: a rank needs two of all.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _chunk_with_empty
+    """
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._number, self._dim = tensor, num_chunks, dim
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: Any) -> Any:
+        whole = self._tensor.size(self._dim)
+        size = -(-whole // self._number)
+        start = index * size
+        if start >= whole:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(size, whole - start))
 
 
 def has_float8_units(_: Any, dtype: torch.dtype, recipe: str) -> bool:

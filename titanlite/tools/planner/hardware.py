@@ -242,6 +242,18 @@ class Software:
 
 
 @dataclass(frozen=True)
+class Accuracy:
+    """What runs took, as shares of their plans: the least and the most of about four in five.
+
+    `memory` is what torch reserved, `step` the time of a step. `rows` says where the runs are.
+    """
+
+    memory: tuple[Positive, Positive]
+    step: tuple[Positive, Positive]
+    rows: str
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A device, its node, and the network between nodes.
 
@@ -261,6 +273,8 @@ class Hardware:
     attention: AttentionShares
     overhead: Overhead
     software: Software = Software()
+    accuracy: Accuracy | None = None
+    """None if no run was compared with its plan."""
     host: Host | None = None
     """Needed only for GPUs, and only by jobs with CPU offload."""
     product_share: Mapping[str, Positive] = field(default_factory=dict)

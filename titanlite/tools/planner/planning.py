@@ -29,8 +29,9 @@ from titanlite.tools.planner.predict import Prediction, predict
 from titanlite.tools.planner.software import TODAY
 
 WHOLE, PIECES = "whole", "pieces"
-# Passes of a block through a microbatch up to which a job is traced whole.
-MOST_PASSES = 200
+# A job is traced whole up to so many passes of a block through a microbatch, and so many ranks:
+# FSDP2 cuts each parameter into as many shards.
+MOST_PASSES, MOST_RANKS = 200, 256
 LARGE_BUBBLE = 0.25
 LOW = "bfloat16"
 
@@ -95,6 +96,23 @@ class JobPlan:
         return round(self.reserved_bytes + beside)
 
     @property
+    def bytes_range(self) -> tuple[float, float] | None:
+        """The least and the most that a rank takes of its device; None if that is not known."""
+        if self.hardware is None or self.hardware.accuracy is None:
+            return None
+        least, most = self.hardware.accuracy.memory
+        beside = self.device_bytes - self.reserved_bytes
+        return self.reserved_bytes * least + beside, self.reserved_bytes * most + beside
+
+    @property
+    def seconds_range(self) -> tuple[float, float] | None:
+        """The least and the most seconds of a step; None if that is not known."""
+        if self.prediction is None or self.hardware is None or self.hardware.accuracy is None:
+            return None
+        least, most = self.hardware.accuracy.step
+        return self.prediction.step.seconds * least, self.prediction.step.seconds * most
+
+    @property
     def host_bytes(self) -> int:
         """The most that a rank takes of its host's memory; 0 without CPU offload on a GPU."""
         return max(0 if one.host is None else one.host.num_bytes for one in self.ranks)
@@ -117,7 +135,8 @@ def plan_job(
     config, dims, offloaded = resolved.config, resolved.dims, offloads(resolved)
     if offloaded and hardware is not None:
         _ = hardware.offload_host
-    method = method or (WHOLE if passes(resolved) <= MOST_PASSES else PIECES)
+    is_small = passes(resolved) <= MOST_PASSES and dims.world_size <= MOST_RANKS
+    method = method or (WHOLE if is_small else PIECES)
     prediction, cost = None, None
     applied: tuple[PlanRow, ...] = ()
     software = hardware.software if hardware else TODAY
@@ -280,6 +299,11 @@ def find_warnings(plan: JobPlan) -> Sequence[str]:
         found.append(
             f"does not fit: a rank needs {format_bytes(plan.device_bytes)}, and {hardware.name} "
             f"has {format_bytes(hardware.memory.num_bytes)}"
+        )
+    elif hardware.accuracy and (plan.bytes_range or (0, 0))[1] > hardware.memory.num_bytes:
+        found.append(
+            f"may not fit: {hardware.name} has {format_bytes(hardware.memory.num_bytes)}, and runs "
+            f"took up to {hardware.accuracy.memory[1]:.2f} times their plan"
         )
     host = hardware.offload_host if plan.host_bytes else None
     if host is not None and plan.host_bytes > host.num_bytes:

@@ -59,6 +59,9 @@ class Planned:
     gib: float
     speed_error: float
     gib_error: float | None
+    has_speed: bool
+    has_gib: bool
+    """Whether the ranges of the plan have the run's speed and memory."""
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -99,7 +102,12 @@ def plan_row(row: Row) -> Planned:
         ratio = row.speed / speed if row.unit == "seconds" else speed / row.speed
         gib = plan.reserved_bytes / 2**30
         of_gib = gib / row.gib - 1 if row.gib else None
-        planned = Planned(row, shlex.join(command), speed, gib, ratio - 1, of_gib)
+        least, most = plan.seconds_range or (0.0, 0.0)
+        has_speed = least <= step.seconds * ratio <= most
+        least, most = device.accuracy.memory if device.accuracy else (0.0, 0.0)
+        has_gib = least * gib <= (row.gib or 0.0) <= most * gib
+        errors = ratio - 1, of_gib
+        planned = Planned(row, shlex.join(command), speed, gib, *errors, has_speed, has_gib)
         found.append((plan.device_bytes > device.memory.num_bytes, step.seconds, planned))
     return min(found, key=lambda one: one[:2])[2]
 
@@ -135,10 +143,12 @@ def show(planned: list[Planned]) -> Iterator[str]:
 
 def _errors(planned: list[Planned]) -> Iterator[str]:
     """Mean error, signed mean and worst of the speed that was not fitted, and of memory."""
-    of_speed = [one.speed_error for one in planned if not one.row.fitted]
-    of_memory = [one.gib_error for one in planned if one.gib_error is not None]
-    for what, errors in (("speed, not fitted", of_speed), ("memory", of_memory)):
-        if errors:
+    of_speed = [(one.speed_error, one.has_speed) for one in planned if not one.row.fitted]
+    of_memory = [(one.gib_error, one.has_gib) for one in planned if one.gib_error is not None]
+    for what, found in (("speed, not fitted", of_speed), ("memory", of_memory)):
+        if found:
+            errors = [error for error, _ in found]
             mean, worst = fmean(map(abs, errors)), max(errors, key=abs)
             text = f"mean error {mean:.1%}, signed {fmean(errors):+.1%}, worst {worst:+.1%}"
-            yield f"  {what}, {len(errors)} rows: {text}"
+            inside = sum(is_inside for _, is_inside in found)
+            yield f"  {what}, {len(found)} rows: {text}; {inside} in the range of their plans"

@@ -104,6 +104,10 @@ def show_top(plan: JobPlan, width: int) -> list[str]:
         whole = plan.hardware.memory.num_bytes
         fits = "it fits" if plan.device_bytes <= whole else "IT DOES NOT FIT"
         share = _percent(plan.device_bytes / whole)
+        if plan.bytes_range is not None:
+            least, most = map(format_bytes, plan.bytes_range)
+            used += f" ({least} to {most})"
+            fits = "IT MAY NOT FIT" if plan.device_bytes <= whole < plan.bytes_range[1] else fits
         rows = [("memory", f"{used} of {format_bytes(whole)} ({share}) {where}: {fits}")]
     if plan.prediction is not None:
         step, idle = plan.prediction.step, plan.prediction.bubble
@@ -113,7 +117,10 @@ def show_top(plan: JobPlan, width: int) -> list[str]:
         shares += [("idle", f"{idle:.1%}")] if idle >= LEAST_SHOWN_IDLE or step.mfu is None else []
         hfu = f"{step.hfu:.1%} (all operations, also recomputed)"
         (name, text), *more = [*shares, ("hardware utilization", hfu)]
-        rows += [("step", format_seconds(step.seconds)), ("speed", f"{rate} {unit}/s/rank")]
+        seconds = format_seconds(step.seconds)
+        if plan.seconds_range is not None:
+            seconds += " ({} to {})".format(*map(format_seconds, plan.seconds_range))
+        rows += [("step", seconds), ("speed", f"{rate} {unit}/s/rank")]
         rows.append((name, ", ".join([text, *(" ".join(pair) for pair in more)])))
     return lines + _wrapped(((f"{name:10}", text) for name, text in rows), width, 10)
 
@@ -341,6 +348,7 @@ def figures(plan: JobPlan) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes,
         "reserved_bytes": plan.reserved_bytes,
         "device_bytes": plan.device_bytes,
+        "device_bytes_range": plan.bytes_range,
         "host_bytes": plan.host_bytes,
         "hardware": None
         if hardware is None
@@ -353,7 +361,11 @@ def figures(plan: JobPlan) -> dict[str, Any]:
         },
         "time": None
         if prediction is None
-        else {**asdict(prediction.step), "bubble": prediction.bubble},
+        else {
+            **asdict(prediction.step),
+            "bubble": prediction.bubble,
+            "seconds_range": plan.seconds_range,
+        },
         "warnings": list(plan.warnings),
         "notes": list(plan.notes),
     }
