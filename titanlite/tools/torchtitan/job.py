@@ -129,6 +129,11 @@ class TitanJob:
         training, parallelism = config.training, config.parallelism
         degrees = self._degrees(parallelism, ranks)
         plan = Plan(config, degrees, ranks)
+        if self.dtype == "float32" and FUSED in kernels_of(plan):
+            raise ConfigError(
+                f"--dtype: {FUSED} calls torch.mm with out_dtype, for which a CPU has no kernel; "
+                "give float64"
+            )
         if attribute_of(parallelism, "spmd_backend") == "spmd_types" and not _takes_spmd_types():
             if self.is_given("parallelism.spmd_backend") or FUSED in kernels_of(plan):
                 raise ConfigError(

@@ -80,7 +80,7 @@ PLANNED = {
     ),
     **dict.fromkeys(
         ("FlexAttention", "VarlenAttention"),
-        "a causal flash kernel over whole rows; values narrower than keys are counted as wide",
+        "a causal flash kernel over rows or windows; values narrower than keys are counted as wide",
     ),
     "norm": "the fused RMSNorm of a GPU",
     "GroupedExperts": "torch._grouped_mm, as if all experts had equally many tokens",
