@@ -58,6 +58,8 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
     ("deepseek_v3_debugmodel", "tp 2 x ep 2", (NO_GRAPHS,)),
     ("deepseek_v3_debugmodel", "pp 2", (NO_GRAPHS,)),
     ("deepseek_v3_debugmodel_mtp", "fsdp 2", ()),
+    ("kimi_k2_5_debugmodel", "fsdp 2", ()),
+    ("kimi_k2_5_debugmodel", "ep 2", ()),
     ("gpt_oss_debugmodel", "fsdp 2", ()),
     ("gpt_oss_debugmodel", "ep 2", (NO_GRAPHS,)),
     ("gpt_oss_debugmodel", "tp 2", ()),

@@ -97,6 +97,20 @@ def test_a_plan(
 
 @needs_torchtitan
 @pytest.mark.slow
+def test_distributed_muon_steps_as_whole_tensors_do(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "torchtitan:torchtitan_plan.configs:muon"
+    assert main(["verify", job, FSDP2, "--steps=2"]) == 0
+    assert "replaced DistMuon: streams" in " ".join(capsys.readouterr().out.split())
+    runtime = import_module("torchtitan.distributed.flex_shard._optimizer_reshard_runtime")
+    # What other ranks computed is not added to weights.
+    with patch.object(runtime, "_finalize_redistributed"):
+        assert main(["verify", job, FSDP2, "--steps=1"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the step leaves 2 of 17 weights (layers.0.feed_forward.w1.weight" in said, said
+
+
+@needs_torchtitan
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mean_of_own_tokens", "loss_summed_over_dp_only", "expert_input_gradient_not_summed"]
 )
