@@ -161,7 +161,9 @@ def test_bad_input_is_one_line(
 @needs_torchtitan
 def test_the_debugger_stops_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     with patch("sys.stdin", StringIO("others\nq\n")):
-        assert main(["debug", "torchtitan:torchtitan_plan.configs:stopped", TP2, "--rank=1"]) == 1
+        job = "torchtitan:torchtitan_plan.configs:stopped"
+        backend = "--parallelism.spmd_backend=partial_dtensor"
+        assert main(["debug", job, TP2, backend, "--rank=1"]) == 1
     out = capsys.readouterr().out
     assert "rank 0 is waiting for rank 1 in all_gather" in out
     assert "torchtitan/protocols/module.py" in out
