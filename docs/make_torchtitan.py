@@ -3,7 +3,7 @@
 What it says of each row is in evidence/runs/torchtitan_models.json.
 
 python docs/make_torchtitan.py            # all rows, each in a process of its own
-python docs/make_torchtitan.py gpt_oss    # those whose job has this in its name; others stay
+python docs/make_torchtitan.py gpt_oss    # new rows, and those with this in their name or plan
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +58,8 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
     ("deepseek_v3_debugmodel", "tp 2 x ep 2", (NO_GRAPHS,)),
     ("deepseek_v3_debugmodel", "pp 2", (NO_GRAPHS,)),
     ("deepseek_v3_debugmodel_mtp", "fsdp 2", ()),
+    ("kimi_k2_5_debugmodel", "fsdp 2", ()),
+    ("kimi_k2_5_debugmodel", "ep 2", ()),
     ("gpt_oss_debugmodel", "fsdp 2", ()),
     ("gpt_oss_debugmodel", "ep 2", (NO_GRAPHS,)),
     ("gpt_oss_debugmodel", "tp 2", ()),
@@ -69,9 +70,10 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
 
 
 def main(chosen: str = "") -> None:
-    known = json.loads(ROWS_OF.read_text())
+    known = {(one["job"], one["plan"]): one for one in json.loads(ROWS_OF.read_text())}
     found = []
-    for row, before in zip_longest(ROWS, known[: len(ROWS)]):
+    for row in ROWS:
+        before = known.get((row[0], ", ".join(words_of(*row[1:]))))
         if before is None or chosen in " ".join((row[0], row[1], *row[2])):
             before = verified(*row)
             print(before, flush=True)
@@ -95,6 +97,12 @@ def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"| {one['job']} | {one['plan']} | {one['verdict']} |"
 
 
+def words_of(plan: str, more: Sequence[str]) -> list[str]:
+    """A plan and its options, as the page has them."""
+    own = [option.partition("=")[2] or option for option in more if option != NO_GRAPHS]
+    return [plan, *(option.removeprefix("--") for option in own)]
+
+
 def verified(job: str, plan: str, more: tuple[str, ...]) -> dict[str, Any]:
     """What verify says of a job under a plan."""
     pairs = (part.split() for part in plan.split(" x "))
@@ -113,12 +121,12 @@ def verified(job: str, plan: str, more: tuple[str, ...]) -> dict[str, Any]:
         why = re.search(r"likely cause: (.*?)(?:\. [A-Z]|; [\d.]+ is also| step +loss |$)", said)
         text = why[1] if why else verdict[2] if verdict else done.stderr.strip().splitlines()[-1]
         word += f": {text[:220]}".replace("|", "/")
-    own = [option.partition("=")[2] or option for option in more if option not in (NO_GRAPHS,)]
-    if backend and backend[1] != USUAL and backend[1] not in own:
-        own.append(backend[1])
+    words = words_of(plan, more)
+    if backend and backend[1] not in (USUAL, *words):
+        words.append(backend[1])
     return {
         "job": job,
-        "plan": ", ".join([plan, *(option.removeprefix("--") for option in own)]),
+        "plan": ", ".join(words),
         "verdict": word,
         "seconds": int(seconds[1]) if seconds else None,
     }

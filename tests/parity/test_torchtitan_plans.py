@@ -27,6 +27,7 @@ from titanlite.ranks.report import Call
 from titanlite.ranks.settings import ignore_warnings
 from titanlite.ranks.threads import thread_world
 from titanlite.ranks.world import open_world
+from titanlite.tools.planner.cost import computed_flops
 from titanlite.tools.planner.events import Allocation
 from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.planner.planning import JobPlan
@@ -96,6 +97,20 @@ def test_a_plan(
 
 @needs_torchtitan
 @pytest.mark.slow
+def test_distributed_muon_steps_as_whole_tensors_do(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "torchtitan:torchtitan_plan.configs:muon"
+    assert main(["verify", job, FSDP2, "--steps=2"]) == 0
+    assert "replaced DistMuon: streams" in " ".join(capsys.readouterr().out.split())
+    runtime = import_module("torchtitan.distributed.flex_shard._optimizer_reshard_runtime")
+    # What other ranks computed is not added to weights.
+    with patch.object(runtime, "_finalize_redistributed"):
+        assert main(["verify", job, FSDP2, "--steps=1"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the step leaves 2 of 17 weights (layers.0.feed_forward.w1.weight" in said, said
+
+
+@needs_torchtitan
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mean_of_own_tokens", "loss_summed_over_dp_only", "expert_input_gradient_not_summed"]
 )
@@ -129,6 +144,7 @@ def test_a_recorded_fault_is_named(
         ),
         (["llama3_debugmodel", TP2, "--ranks=3"], "--ranks: 3 ranks do not fit the degrees"),
         (["llama3_debugmodel", "--dtype=bfloat16"], "--dtype: bfloat16 says little of a plan"),
+        (["llama3_debugmodel_dist_gemm", "--dtype=float32"], "--dtype: RowParallelLinear calls"),
         (["llama3_debugmodel", "torchtitan:b"], "torchtitan:b: is a second job; give one"),
     ],
 )
@@ -145,7 +161,9 @@ def test_bad_input_is_one_line(
 @needs_torchtitan
 def test_the_debugger_stops_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     with patch("sys.stdin", StringIO("others\nq\n")):
-        assert main(["debug", "torchtitan:torchtitan_plan.configs:stopped", TP2, "--rank=1"]) == 1
+        job = "torchtitan:torchtitan_plan.configs:stopped"
+        backend = "--parallelism.spmd_backend=partial_dtensor"
+        assert main(["debug", job, TP2, backend, "--rank=1"]) == 1
     out = capsys.readouterr().out
     assert "rank 0 is waiting for rank 1 in all_gather" in out
     assert "torchtitan/protocols/module.py" in out
@@ -295,6 +313,29 @@ def test_the_time_of_a_pipeline(schedule: str, kinds: str) -> None:
         # Each operator of the trace is in one action.
         assert of.flops == one.flops
         assert {item.axis for item in of.traffic} == {"dp_shard", "pp"}
+
+
+@needs_torchtitan
+@pytest.mark.parametrize("attention", ["", pytest.param("_flex", marks=pytest.mark.slow)])
+def test_the_scores_of_a_sliding_window_are_counted(attention: str) -> None:
+    from titanlite.tools.torchtitan.plan import trace_rank
+
+    small = (
+        "--training.seq_len=512",
+        "--training.local_batch_size=1",
+        "activation-checkpoint:none",
+    )
+    job = TitanJob(f"gpt_oss_debugmodel{attention}", small, OWN_DTYPE)
+    with standing_in():
+        found = [one for one in trace_rank(job, None, 0).trace.operators if one.causal]
+    (window, *_), (whole, *_) = (
+        [one for one in found if one.causal == of] for of in ((512, 512, 128), (512, 512))
+    )
+    assert whole.flops == 4 * window.flops
+    # Of 128 keys a query, the first 127 queries lack 127 * 128 / 2.
+    assert computed_flops(window, "gpu") == pytest.approx(
+        window.flops * (1 - 127 * 128 / 2 / (512 * 128))
+    )
 
 
 @needs_torchtitan

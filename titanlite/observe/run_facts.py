@@ -237,8 +237,12 @@ def _start(config: JobConfig, starts_from: Path | None) -> Fact:
 
 def _saving(config: JobConfig, folder: Path) -> Fact:
     section = config.checkpoint
-    if not config.checkpoint.saves:
-        return Fact("checkpoints", "none are saved")
+    if not section.saves:
+        of_loading = {name for name in type(section).model_fields if "load" in name} | {"folder"}
+        left_out = {"enable", *of_loading} if section.enable else None
+        ignored = ", ".join(section.model_dump(exclude_defaults=True, exclude=left_out))
+        text = f"none are saved, so these keys have no effect: {ignored}"
+        return Fact("checkpoints", text if ignored else "none are saved", differs=bool(ignored))
     text = f"every {section.interval} steps and at the end, in {folder / section.folder}"
     if section.async_mode != "disabled":
         text += ", while training goes on"

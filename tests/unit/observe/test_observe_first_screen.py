@@ -74,6 +74,21 @@ def test_a_device_that_auto_does_not_use_is_said(
     assert facts(*plan, machine=machine)["device"] == Fact("device", text, differs)
 
 
+@pytest.mark.parametrize(
+    ("given", "ignored"),
+    [
+        ("--checkpoint.last_save_in_hf", "last_save_in_hf"),
+        ("--checkpoint.load_only --checkpoint.interval=5", "interval, load_only"),
+        ("--checkpoint.enable --checkpoint.load_only --checkpoint.interval=5", "interval"),
+        ("--checkpoint.interval=500", ""),
+    ],
+)
+def test_keys_of_checkpoints_that_do_nothing_are_named(given: str, ignored: str) -> None:
+    shown = facts(*given.split())["checkpoints"]
+    assert shown.differs is bool(ignored)
+    assert shown.text.partition(", so these keys have no effect: ")[2] == ignored
+
+
 def test_a_batch_that_depends_on_the_plan_says_so() -> None:
     plan = ("--parallelism.data_parallel_shard_degree=2", "--training.local_batch_size=4")
     assert facts(*plan)["batch"] == Fact(

@@ -357,9 +357,10 @@ def computed_flops(operator: Operator, device_kind: str) -> float:
     """
     if not operator.causal:
         return operator.flops
-    queries, keys = operator.causal
-    if device_kind != "cpu":
-        return operator.flops * (keys + 1) / (2 * keys)
+    queries, keys, *window = operator.causal
+    if window or device_kind != "cpu":
+        # The first queries have fewer keys before them.
+        return operator.flops * (1 - (min([keys, *window]) - 1) / (2 * keys))
     block = min(queries, next(size for least, size in CPU_QUERIES if queries >= least))
     pairs = 0
     for start in range(0, queries, block):

@@ -54,7 +54,10 @@ class Operator:
     is_beside: bool = False
     """Whether it runs on another stream than the main one: FSDP2's copies, on a GPU."""
     causal: tuple[int, ...] = ()
-    """(queries, keys) of causal attention, whose masked half a kernel can skip; () for others."""
+    """(queries, keys) of causal attention, whose masked half a kernel can skip; () for others.
+
+    Where a window slides, also its size, and only its scores are counted.
+    """
     is_strided: bool = False
     """Whether an input has gaps between its elements, such as a part of each row of a matrix."""
     is_on_host: bool = False

@@ -32,7 +32,8 @@ COLLECTIVES: dict[str, tuple[str, int, int]] = {
 GROUPED = "aten::_grouped_mm"
 PRODUCTS = (*("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"), GROUPED)
 # Attention kernels: the number of products, each of 2 B H T T E operations, and the positions of q
-# and of is_causal among the arguments.
+# and of is_causal among the arguments. The argument before that one, from 1 on, is no share of
+# dropout but the size of a sliding window, for which the operators have none.
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1, 7),
@@ -57,8 +58,8 @@ def flops_of(name: str, function: Any, args: Any, kwargs: Any, result: Any) -> i
     """The floating-point operations of a product or of attention; 0 for others."""
     if name in ATTENTION:
         num_products, at, _ = ATTENTION[name]
-        q, k = args[at], args[at + 1]
-        return 2 * num_products * q.numel() * k.size(2)
+        _, keys, *window = causal_of(name, args, kwargs) or (0, args[at + 1].size(2))
+        return 2 * num_products * args[at].numel() * min([keys, *window])
     if name == GROUPED:
         batch, m, n, k = _grouped_shape(args, kwargs)
         return 2 * batch * m * n * k
@@ -94,12 +95,15 @@ def shape_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
 
 
 def causal_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
-    """(queries, keys) of causal attention."""
+    """(queries, keys) of causal attention, and the size of a window that is less than all keys."""
     if name not in ATTENTION:
         return ()
     _, at, causal_at = ATTENTION[name]
-    given = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
-    return (args[at].size(2), args[at + 1].size(2)) if given else ()
+    if not (args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)):
+        return ()
+    queries, keys = args[at].size(2), args[at + 1].size(2)
+    window = int(args[causal_at - 1]) if len(args) > causal_at else 0
+    return (queries, keys, window) if 0 < window < keys else (queries, keys)
 
 
 def has_gaps(tensor: Tensor) -> bool:

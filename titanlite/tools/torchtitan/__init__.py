@@ -10,6 +10,7 @@
     trainer.py     on a rank: TorchTitan's Trainer, whose step is measured
     stand_ins.py   the one place that changes TorchTitan from outside, and what each change hides
     kernels.py     attention and grouped products in full
+    muon.py        its distributed Muon on whole tensors
 
 Only options.py and command.py import no torch.
 """

@@ -38,6 +38,7 @@ BLOCK = 128
 EVERY_IGNORED = 7
 FUSED = "RowParallelLinear"
 """A module whose collective is part of its product; it needs the backend spmd_types."""
+MUON = "DistMuon"
 OWN_DTYPE = "its own"
 """In place of a dtype, for a job that keeps those of its configuration."""
 
@@ -82,9 +83,9 @@ class TitanJob:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 return ConfigManager().parse_args(words)
         except SystemExit as stop:
-            if not stop.code:
-                raise ConfigError(f"{self.name}: {printed.getvalue()}") from None
-            raise ConfigError(f"{self.name}: {_what_tyro_says(printed.getvalue())}") from None
+            said = printed.getvalue()
+            said = _what_tyro_says(said) if stop.code else said
+            raise ConfigError(f"{self.name}: {said}") from None
         except Exception as error:
             text = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(f"{self.name}: {text}") from error
@@ -125,10 +126,16 @@ class TitanJob:
         A shard degree of -1 is as small as it can be, or fits `ranks`. Raises ConfigError.
         """
         config = self.read()
-        self._require_runnable(config)
+        if not hasattr(config.model_spec.model, "vocab_size"):
+            raise ConfigError(f"{self.name}: its model takes no tokens; give a language model")
         training, parallelism = config.training, config.parallelism
         degrees = self._degrees(parallelism, ranks)
         plan = Plan(config, degrees, ranks)
+        if self.dtype == "float32" and FUSED in kernels_of(plan):
+            raise ConfigError(
+                f"--dtype: {FUSED} calls torch.mm with out_dtype, for which a CPU has no kernel; "
+                "give float64"
+            )
         if attribute_of(parallelism, "spmd_backend") == "spmd_types" and not _takes_spmd_types():
             if self.is_given("parallelism.spmd_backend") or FUSED in kernels_of(plan):
                 raise ConfigError(
@@ -160,18 +167,6 @@ class TitanJob:
         if ranks is not None and size != ranks:
             raise ConfigError(f"--ranks: {ranks} ranks do not fit the degrees, which need {size}")
         return found
-
-    def _require_runnable(self, config: Any) -> None:
-        """Raises ConfigError for what no stand-in lets run on a CPU."""
-        if not hasattr(config.model_spec.model, "vocab_size"):
-            raise ConfigError(
-                f"{self.name}: its model takes no tokens; titanlite runs language models"
-            )
-        if any(group.optimizer_name == "DistMuon" for group in config.optimizer.param_groups):
-            raise ConfigError(
-                f"{self.name}: its optimizer DistMuon runs on CUDA devices alone; give a job with "
-                "another optimizer"
-            )
 
     def _shrink(self, plan: Plan) -> None:
         training, model = plan.config.training, plan.config.model_spec.model
@@ -251,7 +246,7 @@ class TitanJob:
 
 
 def kernels_of(plan: Plan) -> Iterator[str]:
-    """The names of the model's modules whose kernels have stand-ins."""
+    """The names of the model's modules, and of an optimizer, whose kernels have stand-ins."""
     from torchtitan.models.common import attention, dist_gemm, moe
 
     for owner, name in (
@@ -262,6 +257,8 @@ def kernels_of(plan: Plan) -> Iterator[str]:
     ):
         if any(plan.config.model_spec.model.traverse(attribute_of(owner, name).Config)):
             yield name
+    if any(group.optimizer_name == MUON for group in plan.config.optimizer.param_groups):
+        yield MUON
 
 
 def _fewer_layers(model: Any, least: int) -> None:

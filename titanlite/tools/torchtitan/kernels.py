@@ -5,6 +5,7 @@ The last functions are for tensors without values (plan.py).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -98,19 +99,32 @@ def grouped_product(a: Tensor, b: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Aux]:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any = None, window: int = 0, **_: Any
+) -> tuple[Tensor, Aux]:
     """The shapes that a flash kernel returns and keeps, for heads before tokens."""
     width = v.size(-1)
+    if block_mask is not None:
+        window = _window_of(block_mask.mask_mod)
     if width < q.size(-1):
         # The operator has one width; the products of a narrower v are counted as of this one.
         v = torch.nn.functional.pad(v, (0, q.size(-1) - width))
-    out, lse = FLASH(q, k, v, 0.0, True)
+    # tools/planner/operators.py reads the window here.
+    out, lse = FLASH(q, k, v, float(window), True)
     return out[..., :width], Aux(lse)
+
+
+def _window_of(mask_mod: Any) -> int:
+    """The size of the window in a function of TorchTitan, or in those it joins; 0 without one."""
+    kept = inspect.getclosurevars(mask_mod).nonlocals
+    joined = [_window_of(one) for one in kept.get("mask_mods", ())]
+    return int(kept.get("window_size", max(joined, default=0)))
 
 
 def of_rows(seq_len: int, q: Tensor, k: Tensor, v: Tensor, *_: Any, **kwargs: Any) -> Any:
     """The same as `varlen_attn` returns it, for rows of this length that are one document each."""
-    out, aux = causal_attention(*(t.unflatten(0, (-1, seq_len)).transpose(1, 2) for t in (q, k, v)))
+    rows = (t.unflatten(0, (-1, seq_len)).transpose(1, 2) for t in (q, k, v))
+    out, aux = causal_attention(*rows, window=kwargs["window_size"][0] + 1)
     lse = aux.lse.transpose(0, 1).flatten(1)
     out = out.transpose(1, 2).flatten(0, 1)
     return out if kwargs.get("return_aux") is None else (out, lse)

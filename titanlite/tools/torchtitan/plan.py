@@ -43,7 +43,7 @@ from titanlite.tools.torchtitan.pipeline import Marks, composition_of, marking
 from titanlite.tools.torchtitan.stand_ins import (
     PLANNED,
     attribute_of,
-    clipping_after,
+    clipping,
     require_torchtitan,
     standing_in,
     without_values,
@@ -60,7 +60,6 @@ SCRATCH = replace(
     },
 )
 SEED = 0
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ def _record(trainer: Any, mode: FakeTensorMode, rank: int, dims: ParallelDims) -
 
         batches = list(zeros(trainer))
         recorder.note(one for inputs, labels in batches for one in (*inputs.values(), labels))
-        with clipping_after(noted), marking(recorder, marks):
+        with clipping(before=noted), marking(recorder, marks):
             trainer.train_step(iter(batches))
 
     record_step(trace, recorder, mode, parts, parameters, state_of(trainer.optimizers), run)
@@ -214,10 +213,13 @@ def _stage_of(plan: Plan) -> Callable[..., Any]:
 
     Without values, stages cannot ask each other.
     """
+    from torchtitan.components import loss
+
     config, degrees = plan.config, plan.degrees
+    is_chunked = isinstance(config.loss, attribute_of(loss, "ChunkedLossWrapper").Config)
     model, training, parallelism = config.model_spec.model, config.training, config.parallelism
     rows, length = parallelism.pipeline_parallel_microbatch_size, training.seq_len // degrees["cp"]
-    dtype = TORCH_DTYPES[training.mixed_precision_param]
+    dtype = getattr(torch, training.mixed_precision_param)
 
     def stage(part: Any, index: int, number: int, device: Any, **others: Any) -> PipelineStage:
         sharded = degrees["tp"] if parallelism.enable_sequence_parallel else 1
@@ -225,7 +227,7 @@ def _stage_of(plan: Plan) -> Callable[..., Any]:
         hidden.requires_grad_()
         logits = torch.empty(rows, length, model.vocab_size // degrees["tp"], device="meta")
         tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
-        is_last = index == number - 1 and not isinstance(config.loss, _chunked_loss().Config)
+        is_last = index == number - 1 and not is_chunked
         return PipelineStage(
             part,
             index,
@@ -237,12 +239,6 @@ def _stage_of(plan: Plan) -> Callable[..., Any]:
         )
 
     return stage
-
-
-def _chunked_loss() -> Any:
-    from torchtitan.components import loss
-
-    return attribute_of(loss, "ChunkedLossWrapper")
 
 
 def _predict(plan: Plan, traced: list[Traced], cost: Cost) -> Prediction:

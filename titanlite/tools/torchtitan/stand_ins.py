@@ -41,6 +41,7 @@ from titanlite.tools.torchtitan.kernels import (
     of_rows,
     varlen_attention,
 )
+from titanlite.tools.torchtitan.muon import FUNCTIONS, initialize
 
 INSTALL = 'give pip install "titanlite[torchtitan]"'
 NARROW = {torch.float32, torch.bfloat16, torch.float16}
@@ -67,6 +68,10 @@ STAND_INS = {
     "VarlenAttention": "scores, mask and softmax in full; hides the kernel",
     "GroupedExperts": "a product for each expert in float64; hides torch._grouped_mm",
     "RowParallelLinear": "a collective, then a product; hides symmetric memory and its overlap",
+    "DistMuon": (
+        "streams that do nothing, and on the reference its functions on whole tensors; hides the "
+        "overlap, and an error of these functions"
+    ),
 }
 """What stands in for something, and how much it hides."""
 
@@ -80,11 +85,12 @@ PLANNED = {
     ),
     **dict.fromkeys(
         ("FlexAttention", "VarlenAttention"),
-        "a causal flash kernel over whole rows; values narrower than keys are counted as wide",
+        "a causal flash kernel over rows or windows; values narrower than keys are counted as wide",
     ),
     "norm": "the fused RMSNorm of a GPU",
     "GroupedExperts": "torch._grouped_mm, as if all experts had equally many tokens",
     "RowParallelLinear": STAND_INS["RowParallelLinear"],
+    "DistMuon": "its exchanges and its products one after the other; a GPU overlaps them",
     "backend": STAND_INS["backend"],
 }
 """The same for a job that is planned."""
@@ -143,11 +149,17 @@ def standing_in(*, plans: bool = False) -> Iterator[None]:
                     exits.enter_context(patch.object(module, copied, OF_DEVICE[copied]))
         clip = functools.partial(_clip_later, attribute_of(distributed, "clip_grad_norm_"))
         masks = attribute_of(attention, "create_block_mask")
+        muon = _module("distributed.flex_shard.dist_muon")
+        begin = functools.partial(initialize, [attribute_of(muon, name) for name in FUNCTIONS])
         changes: tuple[tuple[Any, str, Any], ...] = (
             (attention.FlexAttention, "_compiled_flex_attn", flex_attention),
             (attention, "_compiled_create_block_mask", masks),
             (attention, "varlen_attn", varlen_attention),
             (distributed, "clip_grad_norm_", clip),
+            (muon, "_initialize_dist_muon", begin),
+            (muon.DistMuon, "_validate_parameter_storage", lambda _: torch.device("cpu")),
+            # Its streams do nothing, but take no device.
+            (torch.cpu, "Stream", lambda **_: torch.cpu.current_stream()),
             # PyTorch has these for tests; the fused operators need a GPU.
             (torch.ops.symm_mem, "fused_all_gather_matmul", _fused_all_gather_matmul_fallback),
             (torch.ops.symm_mem, "fused_matmul_reduce_scatter", _matmul_reduce_scatter),
@@ -263,31 +275,24 @@ _of_thread = threading.local()
 
 
 @contextlib.contextmanager
-def clipping_later(calls: list[Callable[[], Any]]) -> Iterator[None]:
-    """Inside, calls of this thread that would clip gradients are added to `calls` instead."""
-    _of_thread.calls = calls
+def clipping(**changes: Any) -> Iterator[None]:
+    """Inside, `before` is called before this thread clips gradients.
+
+    If `calls`, a list, is given, it gets the calls that would clip them instead.
+    """
+    vars(_of_thread).update(changes)
     try:
         yield
     finally:
-        del _of_thread.calls
-
-
-@contextlib.contextmanager
-def clipping_after(call: Callable[[], None]) -> Iterator[None]:
-    """Inside, `call` is called before this thread clips gradients."""
-    _of_thread.before = call
-    try:
-        yield
-    finally:
-        del _of_thread.before
+        for name in changes:
+            delattr(_of_thread, name)
 
 
 def _clip_later(clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    getattr(_of_thread, "before", lambda: None)()
-    calls = getattr(_of_thread, "calls", None)
-    if calls is None:
+    vars(_of_thread).get("before", lambda: None)()
+    if "calls" not in vars(_of_thread):
         return clip(*args, **kwargs)
-    calls.append(functools.partial(clip, *args, **kwargs))
+    _of_thread.calls.append(functools.partial(clip, *args, **kwargs))
     # The step only reports it.
     return torch.zeros(())
 

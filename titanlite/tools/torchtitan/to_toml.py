@@ -32,6 +32,8 @@ def import_job(options: Options) -> str:
         lacking: Lacking = {}
         keys = dict(_keys(config, lacking))
         usual = JobConfig().model_dump()
+        # Not a key of titanlite, whose models have it whenever they have tensor parallelism.
+        usual["parallelism"]["enable_sequence_parallel"] = True
         own: Keys = {}
         for (section, key), value in keys.items():
             if section == "model" or key in usual[section]:

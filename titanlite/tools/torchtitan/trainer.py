@@ -22,12 +22,7 @@ from torch.optim import Optimizer
 from titanlite.ranks.settings import ignore_warnings
 from titanlite.ranks.turns import is_rank
 from titanlite.tools.torchtitan.job import TitanJob
-from titanlite.tools.torchtitan.stand_ins import (
-    Widened,
-    attribute_of,
-    clipping_later,
-    keep_standing_in,
-)
+from titanlite.tools.torchtitan.stand_ins import Widened, attribute_of, clipping, keep_standing_in
 
 # Of a CPU, of torchrun's handler of faults, and of views that only an operator in place would harm.
 UNIMPORTANT = "In CPU autocast|DTensor (random|manual)|Unable to enable|FSDP2-wrapped module"
@@ -71,7 +66,7 @@ class TrainerOfRank:
         trainer = self.trainer
         trainer.step += 1
         self._clips.clear()
-        with self._mode(), clipping_later(self._clips):
+        with self._mode(), clipping(calls=self._clips):
             trainer.train_step(self._microbatches(part))
         has_none = trainer.parallel_dims.pp_enabled and not trainer.pp_has_last_stage
         return None if has_none else self._loss
