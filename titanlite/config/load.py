@@ -168,18 +168,6 @@ def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
     return checked(read_any(config, changes))
 
 
-def with_values(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
-    """As override, but neither the types of the values nor the job are checked."""
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in changes.items():
-        section, _, key = name.partition(".")
-        sections.setdefault(section, {})[key] = value
-    copies = {
-        name: getattr(config, name).model_copy(update=values) for name, values in sections.items()
-    }
-    return config.model_copy(update=copies)
-
-
 def checked(reading: Reading) -> JobConfig:
     """The configuration, after the checks that do not need the number of ranks."""
     if reading.config.parallelism.data_parallel_shard_degree == -1:

@@ -64,6 +64,5 @@ _HOME = {
     "context_parallel": ("ring_attention", "shard_sequence", "unshard_sequence"),
     "bandwidth": ("Bandwidth", "measure_bandwidth"),
 }
-__all__ = sorted(name for names in _HOME.values() for name in names)
 
 lazy(__name__, _HOME)

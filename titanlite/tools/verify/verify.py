@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config import JobConfig, ResolvedJob, check_machine, resolve_job
-from titanlite.parallelize.steps import depends_on_microbatch, loss_tolerance
+from titanlite.parallelize.steps import depends_on_microbatch, features_on
 from titanlite.tools.verify.accumulation import Accumulation, measure_rounding, measure_sensitivity
 from titanlite.tools.verify.causes import explain_error, find_causes
 from titanlite.tools.verify.differences import Tolerance, differences, unequal_replicas
@@ -127,7 +127,8 @@ class Verifier:
         """Compare what the ranks measured with the tolerances."""
         is_narrow = bool(reference.narrowed)
         config = found.job.config
-        least = loss_tolerance(config)
+        asked = [f.loss_tolerance for f in features_on(config) if f.loss_tolerance is not None]
+        least = max(asked, default=None)
         is_measured = found.given == SENSITIVITY
         found.differences = differences(runs, reference.steps, by_distance=is_measured)
         found.moved = moved_tokens(runs)

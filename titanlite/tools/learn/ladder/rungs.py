@@ -13,7 +13,6 @@ from fractions import Fraction
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.observe.terminal import terminal_width
-from titanlite.quantities import format_table
 from titanlite.tools.simulate.collectives import relay_sum, ring_all_reduce
 from titanlite.tools.simulate.gpu import ETHERNET, GPU, Cluster
 from titanlite.tools.simulate.integer_model import shard
@@ -28,6 +27,7 @@ from titanlite.tools.simulate.train_step import (
     single_process,
 )
 from titanlite.tools.simulate.work import SimulationError
+from titanlite.tools.tables import format_table
 
 
 @dataclass(frozen=True)
