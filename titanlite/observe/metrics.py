@@ -3,8 +3,6 @@
 Also computes peak memory and model FLOP/s utilization for known GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -206,7 +204,7 @@ class MetricsLog:
             self._wandb.finish()
         self._file = self._tensorboard = self._wandb = None
 
-    def __enter__(self) -> MetricsLog:
+    def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(self, *error: object) -> None:

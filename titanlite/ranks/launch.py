@@ -6,8 +6,6 @@ torch once and never runs an operation, so forking it is always safe; every rank
 Functions are sent with cloudpickle, so functions defined in a notebook work too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -182,7 +180,7 @@ class Ranks:
             self._ranks.append(_Rank(process, ours))
         lifeline.close()
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> "Ranks":
         return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:

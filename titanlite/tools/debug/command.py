@@ -1,7 +1,5 @@
 """The command `titanlite debug`: pdb in a rank of a job whose ranks are threads of this process."""
 
-from __future__ import annotations
-
 import pdb
 import sys
 import threading

@@ -13,8 +13,6 @@ that unequal sizes, unequal collectives and deadlocks are errors that name both 
 (diagnosis.py), and gives them to the caller as `record`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import queue
@@ -94,7 +92,7 @@ class VirtualCluster:
         self._logs: Logs | None = None
         self._looked: tuple[list[int], bool] = ([], False)
 
-    def __enter__(self) -> VirtualCluster:
+    def __enter__(self) -> "VirtualCluster":
         return self
 
     def __exit__(self, *error: Any) -> None:

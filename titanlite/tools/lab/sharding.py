@@ -5,8 +5,6 @@ A tensor is replicated along every axis that shards none of its dimensions. Ever
 computed on the host, before any device runs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -68,7 +66,7 @@ class TensorSharding:
 
     __repr__ = __str__
 
-    def transposed(self) -> TensorSharding:
+    def transposed(self) -> "TensorSharding":
         """The sharding of the transpose of a matrix."""
         first, second = self.dims
         return TensorSharding(second, first)

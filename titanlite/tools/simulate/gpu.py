@@ -9,8 +9,6 @@ and messages between two ranks keep their order. Results and clocks therefore do
 order in which threads run (a Kahn process network).
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +52,7 @@ class GPU:
     def __init__(
         self,
         global_rank: int,
-        cluster: Cluster | None = None,
+        cluster: "Cluster | None" = None,
         *,
         network: Network = ETHERNET,
         memory_units: Number = math.inf,

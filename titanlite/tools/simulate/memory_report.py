@@ -1,7 +1,5 @@
 """The memory of a simulation's workers as a table, and as a picture."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A plan splits the batch, so a job whose result depends on the split cannot be compared.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from titanlite.config import ResolvedJob
@@ -100,7 +98,7 @@ class Accumulation:
         if not unlike:
             return
 
-        def on_rank(world: World) -> str:
+        def on_rank(world: "World") -> str:
             from titanlite.tools.verify.inspect_model import find_random
 
             return find_random(world, job)
@@ -117,7 +115,7 @@ class Accumulation:
     def _mixing(self, job: ResolvedJob) -> str:
         """How the loss mixes samples; "" if it does not. Raises ConfigError if a module does."""
 
-        def on_rank(world: World) -> Mixing:
+        def on_rank(world: "World") -> Mixing:
             from titanlite.tools.verify.inspect_model import find_mixing
 
             return find_mixing(world, job)

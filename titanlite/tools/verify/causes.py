@@ -1,7 +1,5 @@
 """Finds the cause of a job's differences: runs a step again in detail, and without its features."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import TYPE_CHECKING
@@ -87,14 +85,14 @@ def _trace(
     job, alone, folder = evidence.job, reference.job, reference.folder
     names, evaluates = evidence.failed("gradient"), evidence.evaluates
 
-    def trace_alone(world: World) -> ReferenceTrace:
+    def trace_alone(world: "World") -> ReferenceTrace:
         from titanlite.tools.verify.job_trace import trace_reference
 
         return trace_reference(world, alone, step, folder, job, names, evaluates=evaluates)
 
     known = evidence.reference_trace = runs.pools.alone(trace_alone)
 
-    def trace_rank(world: World) -> RankTrace:
+    def trace_rank(world: "World") -> RankTrace:
         from titanlite.tools.verify.job_trace import trace_plan
 
         return trace_plan(world, job, step, folder, names, known, patch, evaluates=evaluates)

@@ -7,8 +7,6 @@
 Ranks and references are kept, so that a second plan costs only its own steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import time
@@ -52,7 +50,7 @@ class Verifier:
         self._runs = JobRuns(self._exits.enter_context(pools), folder)
         self._accumulation = Accumulation(self._runs)
 
-    def __enter__(self) -> Verifier:
+    def __enter__(self) -> "Verifier":
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -174,7 +172,7 @@ class Verifier:
         if len(set(own)) == 1 or own == verified:
             return []
 
-        def on_rank(world: World) -> tuple[str, ...]:
+        def on_rank(world: "World") -> tuple[str, ...]:
             from titanlite.tools.verify.run import check_formats
 
             return check_formats(world, job, patch)

@@ -1,7 +1,5 @@
 """Run the script of a rung: titanlite ladder 2d-pp [--dp 4 --items 32 ...]."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module

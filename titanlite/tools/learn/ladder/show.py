@@ -1,7 +1,5 @@
 """Run the script of a rung: draw what every rank does, and print what the rung costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod

@@ -1,7 +1,5 @@
 """On a rank: its part of each batch, and which rows and columns of the batch these are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The axes along which the ranks of a comparison are arranged; torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

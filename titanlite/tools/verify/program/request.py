@@ -1,7 +1,5 @@
 """The arguments of a comparison: checked, and pickled for the ranks; torch-free."""
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import importlib.util
