@@ -127,7 +127,6 @@ class Job:
 
     @property
     def stage_numbers(self) -> Sequence[int]:
-        """The stage number of each part."""
         return [0] if self.pipeline is None else self.pipeline.numbers
 
     @property

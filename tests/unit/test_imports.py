@@ -64,7 +64,8 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "lab": ("figures",),
     # Each topic is simulated, measured by the lab, and planned.
     "learn": ("lab", "planner", "simulate", "figures"),
-    "verify": (),
+    # Its matrix is a page.
+    "verify": ("figures",),
     # A job of TorchTitan is verified as any parallel code, and traced in the planner's fake world.
     "torchtitan": ("verify", "debug", "planner"),
 }

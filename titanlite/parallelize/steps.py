@@ -45,7 +45,6 @@ FEATURES = (PIPELINE_PARALLEL, *STEPS)
 
 
 def features_on(config: "JobConfig") -> list[Feature]:
-    """The features that a job asks for."""
     return [feature for feature in FEATURES if feature.is_on(config)]
 
 

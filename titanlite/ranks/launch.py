@@ -59,11 +59,6 @@ class Place:
         return self.local_world_size == self.world_size
 
     @property
-    def is_thread(self) -> bool:
-        """Whether this rank is a thread of a process that has all ranks."""
-        return self.rendezvous == THREADS
-
-    @property
     def folder(self) -> Path:
         """The folder that local ranks share with the launcher that started them."""
         return Path(self.rendezvous.removeprefix("file://")).parent

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.ranks.attempt import agree_on_attempt
-from titanlite.ranks.launch import Place
+from titanlite.ranks.launch import THREADS, Place
 from titanlite.ranks.machine import num_cores
 from titanlite.ranks.settings import keeping_freed_memory, own_settings, prepare_process
 from titanlite.ranks.thread_group import ThreadGroup
@@ -130,7 +130,7 @@ def open_world(
     to `traces`. `describe_place` returns the mesh coordinates of a rank for reports;
     `World.name_places` can set it later.
     """
-    if place.is_thread:
+    if place.rendezvous == THREADS:
         with _open_thread_world(place, device_type, describe_place) as world:
             yield world
         return

@@ -48,7 +48,6 @@ def record_step(job: ResolvedJob, step: int) -> Record:
 
 
 def _on_rank(place: Place, resolved: ResolvedJob, step: int) -> list[Event]:
-    """What this rank did in the step."""
     with open_world(place) as world:
         job = build_job(resolved, world)
         for number in range(1, step):

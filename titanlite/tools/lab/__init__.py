@@ -44,7 +44,6 @@ _HOME = {
         "setup",
         "single_process_main",
         "spawn",
-        "summarize_tensor",
     ),
     "communicator": ("ChannelCommunicator", "Communicator", "TorchCommunicator", "over_channels"),
     "data_parallel": ("GradientBuckets", "data_parallelism_main"),

@@ -218,7 +218,6 @@ class Segments:
                     started[unit] = data.start_gather(builder, weights, place)
 
     def _action(self, kind: str, variant: Variant) -> Segment:
-        """An action of a pipeline."""
         parts, data = self.stages[variant.stage], self.data
         builder = Builder(self._token_axes)
         has_gradients = variant.has_gradients

@@ -90,7 +90,6 @@ class SegmentTime:
 
     @property
     def axes(self) -> dict[str, AxisTime]:
-        """The traffic by axis."""
         return {
             axis: AxisTime(
                 *(

@@ -97,8 +97,9 @@ def check(request: Request) -> None:
     patterns = request.leave_out
     if isinstance(patterns, str) or not all(isinstance(one, str) for one in patterns):
         problems.append(f"leave_out: {_shown(patterns)} is no list of names or patterns")
-    if request.microbatches is not None and not _is_positive(request.microbatches):
-        problems.append(f"microbatches: {request.microbatches!r} is no positive integer")
+    count = request.microbatches
+    if count is not None and not (isinstance(count, int) and count > 0):
+        problems.append(f"microbatches: {count!r} is no positive integer")
     if not request.timeout_seconds > 0:
         problems.append(f"timeout_seconds: {request.timeout_seconds} is not positive")
     problems += _split_problems(request)
@@ -178,10 +179,6 @@ def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
     finally:
         for module in new:
             cloudpickle.unregister_pickle_by_value(module)
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and value > 0
 
 
 def _shown(value: Any) -> str:
