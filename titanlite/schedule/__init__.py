@@ -11,17 +11,26 @@ timeline.py     what ran when, measured or simulated; tools/figures draws it
 trace.py        exports a timeline as a Chrome trace
 """
 
-from titanlite.schedule.actions import Action as Action
-from titanlite.schedule.actions import Schedule as Schedule
-from titanlite.schedule.actions import ScheduleError as ScheduleError
-from titanlite.schedule.actions import parse_action as parse_action
-from titanlite.schedule.generators import SCHEDULES as SCHEDULES
-from titanlite.schedule.generators import make_schedule as make_schedule
-from titanlite.schedule.generators import schedule_name as schedule_name
-from titanlite.schedule.lower import add_communication as add_communication
-from titanlite.schedule.table import read_csv as read_csv
-from titanlite.schedule.table import write_csv as write_csv
-from titanlite.schedule.timeline import Span as Span
-from titanlite.schedule.timeline import Timeline as Timeline
-from titanlite.schedule.walk import check as check
-from titanlite.schedule.walk import walk as walk
+from titanlite.schedule.actions import Action, Schedule, ScheduleError, parse_action
+from titanlite.schedule.generators import SCHEDULES, make_schedule, schedule_name
+from titanlite.schedule.lower import add_communication
+from titanlite.schedule.table import read_csv, write_csv
+from titanlite.schedule.timeline import Span, Timeline
+from titanlite.schedule.walk import check, walk
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Timeline",
+    "add_communication",
+    "check",
+    "make_schedule",
+    "parse_action",
+    "read_csv",
+    "schedule_name",
+    "walk",
+    "write_csv",
+]

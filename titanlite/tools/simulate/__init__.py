@@ -16,19 +16,30 @@ gpu.py collectives.py   simulated GPUs that exchange messages
 integer_model.py train_step.py   a training step on them, exact in integers, under any plan
 """
 
-from titanlite.tools.simulate.costs import Costs as Costs
-from titanlite.tools.simulate.experiment import JobSizes as JobSizes
-from titanlite.tools.simulate.memory import Memory as Memory
-from titanlite.tools.simulate.network import Link as Link
-from titanlite.tools.simulate.network import Network as Network
-from titanlite.tools.simulate.priority import BackwardFirst as BackwardFirst
-from titanlite.tools.simulate.priority import OldestBatchFirst as OldestBatchFirst
-from titanlite.tools.simulate.priority import OldestStageFirst as OldestStageFirst
-from titanlite.tools.simulate.result import Cell as Cell
-from titanlite.tools.simulate.result import Simulation as Simulation
-from titanlite.tools.simulate.simulation import simulate as simulate
-from titanlite.tools.simulate.simulation import simulate_schedule as simulate_schedule
-from titanlite.tools.simulate.work import ComputeAndWeightWorkers as ComputeAndWeightWorkers
-from titanlite.tools.simulate.work import Direction as Direction
-from titanlite.tools.simulate.work import SimulationError as SimulationError
-from titanlite.tools.simulate.work import Work as Work
+from titanlite.tools.simulate.costs import Costs
+from titanlite.tools.simulate.experiment import JobSizes
+from titanlite.tools.simulate.memory import Memory
+from titanlite.tools.simulate.network import Link, Network
+from titanlite.tools.simulate.priority import BackwardFirst, OldestBatchFirst, OldestStageFirst
+from titanlite.tools.simulate.result import Cell, Simulation
+from titanlite.tools.simulate.simulation import simulate, simulate_schedule
+from titanlite.tools.simulate.work import ComputeAndWeightWorkers, Direction, SimulationError, Work
+
+__all__ = [
+    "BackwardFirst",
+    "Cell",
+    "ComputeAndWeightWorkers",
+    "Costs",
+    "Direction",
+    "JobSizes",
+    "Link",
+    "Memory",
+    "Network",
+    "OldestBatchFirst",
+    "OldestStageFirst",
+    "Simulation",
+    "SimulationError",
+    "Work",
+    "simulate",
+    "simulate_schedule",
+]
