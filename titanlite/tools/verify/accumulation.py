@@ -3,8 +3,6 @@
 A plan splits the batch, so a job whose result depends on the split cannot be compared.
 """
 
-from typing import TYPE_CHECKING
-
 from titanlite.config import ResolvedJob
 from titanlite.errors import ConfigError
 from titanlite.parallelize.steps import depends_on_microbatch
@@ -27,13 +25,9 @@ from titanlite.tools.verify.jobs import (
     plan_job,
     reference_job,
 )
-from titanlite.tools.verify.record import Mixing
 from titanlite.tools.verify.report import WORDS
 from titanlite.tools.verify.result import Verification
 from titanlite.tools.verify.sensitivity import NUM_PERTURBED
-
-if TYPE_CHECKING:
-    from titanlite.ranks.world import World
 
 
 class Accumulation:
@@ -97,13 +91,7 @@ class Accumulation:
         unlike = [f for f in failures(again, Tolerance("float64")) if f.kind != "lr"]
         if not unlike:
             return
-
-        def on_rank(world: "World") -> str:
-            from titanlite.tools.verify.inspect_model import find_random
-
-            return find_random(world, job)
-
-        who = self._runs.pools.alone(on_rank)
+        who = self._runs.pools.alone("titanlite.tools.verify.inspect_model:find_random", job)
         first, which = unlike[0], f": {who} from torch's own generators" if who else ""
         raise ConfigError(
             f"model.name: on one process the same batch gives another {_what(first)} at step "
@@ -114,13 +102,7 @@ class Accumulation:
 
     def _mixing(self, job: ResolvedJob) -> str:
         """How the loss mixes samples; "" if it does not. Raises ConfigError if a module does."""
-
-        def on_rank(world: "World") -> Mixing:
-            from titanlite.tools.verify.inspect_model import find_mixing
-
-            return find_mixing(world, job)
-
-        mixing = self._runs.pools.alone(on_rank)
+        mixing = self._runs.pools.alone("titanlite.tools.verify.inspect_model:find_mixing", job)
         if mixing.module:
             raise ConfigError(
                 f"model.name: the output of {mixing.module} for a sequence depends on the other "

@@ -11,7 +11,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, check_machine, resolve_job
 from titanlite.parallelize.steps import depends_on_microbatch, features_on
@@ -26,9 +26,6 @@ from titanlite.tools.verify.record import RankRun
 from titanlite.tools.verify.result import Verification
 from titanlite.tools.verify.sensitivity import SENSITIVITY, Given, Sensitivity
 from titanlite.tools.verify.wording import name_ranks
-
-if TYPE_CHECKING:
-    from titanlite.ranks.world import World
 
 
 class Verifier:
@@ -172,12 +169,8 @@ class Verifier:
         if len(set(own)) == 1 or own == verified:
             return []
 
-        def on_rank(world: "World") -> tuple[str, ...]:
-            from titanlite.tools.verify.run import check_formats
-
-            return check_formats(world, job, patch)
-
-        results = self.pool(job.dims.world_size).call(on_rank)
+        pool = self.pool(job.dims.world_size)
+        results = pool.call("titanlite.tools.verify.run:check_formats", job, patch)
         return list(dict.fromkeys(problem for problems in results for problem in problems))
 
 
