@@ -134,7 +134,7 @@ def _noting_the_report() -> Iterator[None]:
         raise
 
 
-class Ranks:
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """Local processes that each run `serve(place, connection)` and exchange bytes with the caller.
 
     `serve` receives the bytes of `send` with `connection.recv_bytes()`, answers with
@@ -174,9 +174,6 @@ class Ranks:
             theirs.close()
             self._ranks.append(_Rank(process, ours))
         lifeline.close()
-
-    def __enter__(self) -> "Ranks":
-        return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         if kind is not None:

@@ -28,7 +28,7 @@ Function: TypeAlias = str | Callable[..., Any]
 CALLS_A_START = 16
 
 
-class RankPool:
+class RankPool(contextlib.AbstractContextManager["RankPool"]):
     """`num_ranks` local processes with a process group; restarted after a call that failed.
 
     `close`, or leaving the context manager, ends the processes.
@@ -52,9 +52,6 @@ class RankPool:
         self._num_calls = 0
         self.is_busy = False
         """Whether a call was submitted whose results have not been taken."""
-
-    def __enter__(self) -> "RankPool":
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self.close(now=error[0] is not None)
@@ -149,7 +146,7 @@ def _on_thread(place: Place, device_type: str, function: Function, args: Any, kw
         return load(function)(world, *args, **kwargs)
 
 
-class RankPools:
+class RankPools(contextlib.AbstractContextManager["RankPools"]):
     """A pool for each number of ranks that is asked for; leaving the context manager ends all.
 
     With `threads`, the ranks are threads of this process, in which no timeout is needed; if it is
@@ -173,9 +170,6 @@ class RankPools:
         }
         self._pools: dict[int, RankPool] = {}
         self._exits = contextlib.ExitStack()
-
-    def __enter__(self) -> "RankPools":
-        return self
 
     def __exit__(self, *error: Any) -> None:
         if error[0] is None:

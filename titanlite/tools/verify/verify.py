@@ -28,7 +28,7 @@ from titanlite.tools.verify.sensitivity import SENSITIVITY, Given, Sensitivity
 from titanlite.tools.verify.wording import name_ranks
 
 
-class Verifier:
+class Verifier(contextlib.AbstractContextManager["Verifier"]):
     """Verifies jobs on local ranks; leaving the context manager ends the ranks."""
 
     def __init__(
@@ -46,9 +46,6 @@ class Verifier:
         )
         self._runs = JobRuns(self._exits.enter_context(pools), folder)
         self._accumulation = Accumulation(self._runs)
-
-    def __enter__(self) -> "Verifier":
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self._exits.__exit__(*error)

@@ -4,6 +4,7 @@ result = titanlite.compare(build_model, build_parallel, batches=batches, loss=lo
 assert result.agrees, result
 """
 
+import contextlib
 import math
 import tempfile
 import time
@@ -115,7 +116,7 @@ def assert_equivalent(
     return compare(reference, parallel, **options).check()
 
 
-class Comparer:
+class Comparer(contextlib.AbstractContextManager["Comparer"]):
     """A context manager: all comparisons in its `with` block run on the same processes.
 
     That is faster. Global state that the caller's code changes stays changed for the next
@@ -132,9 +133,6 @@ class Comparer:
         self._pools = RankPools(
             timeout_seconds=timeout_seconds, max_ranks=max_ranks, threads=threads
         )
-
-    def __enter__(self) -> "Comparer":
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self._pools.__exit__(*error)
