@@ -304,10 +304,7 @@ def _write_checkpoint(
     plan: str,
     buffers: Container[str] = (),
 ) -> int:
-    """Write a checkpoint of weights; returns the number of elements.
-
-    The tensors that are `buffers` are no parameters, and keep their dtype.
-    """
+    """Write a checkpoint of weights; `buffers` keep their dtype. Returns the number of elements."""
     import torch
 
     from titanlite.checkpoint import storage
@@ -352,10 +349,7 @@ def _write_checkpoint(
 
 @contextlib.contextmanager
 def _making(out: Path) -> Iterator[Path]:
-    """A temporary name beside `out`, to write to and then rename; removed at the end if it exists.
-
-    Raises ConfigError if writing fails.
-    """
+    """A name beside `out`, to write to and then rename; raises ConfigError if writing fails."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     from titanlite.checkpoint.storage import cause_line, first_cause

@@ -165,10 +165,7 @@ class StepRecorder(TorchDispatchMode):
             handle.remove()
 
     def _call(self, method: Any) -> Any:
-        """A method of process groups, with works that hold their tensors and record waits.
-
-        A real work holds its tensors; a fake one does not.
-        """
+        """A method of process groups; its works hold tensors, as real ones do, and record waits."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._issued.clear()

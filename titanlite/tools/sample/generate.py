@@ -217,10 +217,7 @@ class Pace:
         return self._was_kept
 
     def _forecast(self) -> float:
-        """The estimated seconds for the tokens that are left.
-
-        The cost of a token grows with its position, so a line is fitted to the checks.
-        """
+        """Estimated seconds for the tokens left: a line through the checks, as costs grow."""
         num_left, seconds_each = self._looks[-1]
         if len(self._looks) < LOOKS_FOR_A_LINE:
             return num_left * seconds_each

@@ -79,11 +79,7 @@ class JobRuns:
     def _start_reference(
         self, run: JobRun, *, is_beside: bool = False
     ) -> tuple[str, Callable[[], Reference]]:
-        """Start a job on one process, unless it was run before.
-
-        Returns its folder, in which each step's record appears, and a function that waits for its
-        end.
-        """
+        """Start a job on one process, unless it has run; its folder, and what waits for its end."""
         key = run.job.config.model_dump_json(exclude_unset=True), run.steps, run.microbatches
         if known := self._references.get(key):
             return known.folder, lambda: known

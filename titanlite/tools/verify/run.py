@@ -172,10 +172,7 @@ def _take_step(
     routing: Any,
     on_gradients: Callable[[], None],
 ) -> tuple[StepResult, Any, Traffic | None]:
-    """Train one step; returns its result, the tokens that moved, and what it sent if it is watched.
-
-    Step 2 is, or the only one, unless it is compiled.
-    """
+    """Train one step: its result, moved tokens, and what it sent in step 2 or the only one."""
     perturbation = Perturbation(run.job.config.training.param_dtype, run.perturbed, step)
     if run.perturbed:
         perturbation.perturb(job.trainer.parameters)

@@ -100,10 +100,7 @@ class Judging:
         return is_same and len(self.runs) > 1 and self.request.reference_step is None
 
     def _judge_pending(self) -> None:
-        """Judge gradients that are Partial at the optimizer step by the weights that follow.
-
-        If these agree, the optimizer has reduced the gradients itself.
-        """
+        """Judge gradients that are Partial by the weights: the optimizer may reduce them itself."""
         found = self.found
         names = {name for run in self.runs for name in run.pending}
         after = {
