@@ -15,9 +15,8 @@ from titanlite.errors import ConfigError, TitanliteError
 from titanlite.observe.terminal import tell
 from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools, must_run
-from titanlite.tools.verify.program.grid import make_grid
 from titanlite.tools.verify.program.judging import Judging
-from titanlite.tools.verify.program.request import Request, Split, check, pack
+from titanlite.tools.verify.program.request import Request, Split, check, make_grid, pack
 from titanlite.tools.verify.program.result import Comparison
 from titanlite.tools.verify.record import ModelRun
 

@@ -73,6 +73,18 @@ REQUIRED = ("reference", "parallel", "loss")
 BUILD = ("reference", "parallel")
 
 
+def make_grid(ranks: Any) -> Grid:
+    """The grid of `ranks`, a number ("world") or axis -> degree; otherwise raises ConfigError."""
+    degrees = {"world": ranks} if isinstance(ranks, int) else ranks
+    is_mapping = isinstance(degrees, Mapping) and len(degrees) > 0
+    if not is_mapping or not all(isinstance(axis, str) and axis for axis in degrees):
+        raise ConfigError(f'ranks: {ranks!r} is no number of ranks; give 4 or {{"dp": 2, "tp": 2}}')
+    for axis, degree in degrees.items():
+        if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
+            raise ConfigError(f"ranks: {axis} has {degree!r} ranks; give a positive integer")
+    return Grid(**degrees)
+
+
 def check(request: Request) -> None:
     """Raises ConfigError, with all mistakes that can be seen before a process starts."""
     problems = []
