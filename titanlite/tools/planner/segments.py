@@ -4,6 +4,7 @@ compose.py puts them in order. Segments that are alike are made once, and those 
 the same pieces share can be kept from one job to the next. No torch.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -136,6 +137,9 @@ class Segments:
         self._gathered_forward(builder, parts, here)
         started: dict[str, tuple[int, ...]] = {}
         pending = PendingReduction()
+        reduce = functools.partial(
+            data.reduce, builder, is_first=variant.is_first, is_last=variant.is_last
+        )
         for index, (name, part) in reversed(list(enumerate(parts))):
             place = Site(name, BACKWARD_PHASE)
             self._gather_for_backward(builder, parts, index, here, started)
@@ -145,14 +149,7 @@ class Segments:
                     here.add(unit)
                     continue
                 data.free(builder, weights)
-                pending = data.reduce(
-                    builder,
-                    weights,
-                    place,
-                    pending,
-                    is_first=variant.is_first,
-                    is_last=variant.is_last,
-                )
+                pending = reduce(weights, place, pending)
         data.end_reduce(builder, pending)
         return self._ended(builder, parts)
 
@@ -324,18 +321,14 @@ class Segments:
 
     def _reduce_stage(self, builder: Builder, parts: Stage, variant: Variant) -> None:
         pending = PendingReduction()
+        reduce = functools.partial(
+            self.data.reduce, builder, is_first=variant.is_first, is_last=variant.is_last
+        )
         for name, part in reversed(parts):
             place = Site(name, BACKWARD_PHASE)
             for _, weights in self.data.reduced_units(name, part):
                 self.data.free(builder, weights)
-                pending = self.data.reduce(
-                    builder,
-                    weights,
-                    place,
-                    pending,
-                    is_first=variant.is_first,
-                    is_last=variant.is_last,
-                )
+                pending = reduce(weights, place, pending)
             builder.allocate("gradients", -self.data.whole_gradient_bytes(part))
         self.data.end_reduce(builder, pending)
 
