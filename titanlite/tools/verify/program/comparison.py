@@ -4,8 +4,6 @@ result = titanlite.compare(build_model, build_parallel, batches=batches, loss=lo
 assert result.agrees, result
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import tempfile
