@@ -1,5 +1,7 @@
 """`titanlite.train`: a training run from a script or a notebook."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -7,6 +7,8 @@ This module combines configuration, mesh, model, parallelize steps, data and tra
 verification, sampling and benchmarks all run on a Job.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,5 +1,7 @@
 """One row of the effective plan, which every parallelize step returns; torch-free."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 

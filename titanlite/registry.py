@@ -3,6 +3,8 @@
 register.py has the functions that enter what is a user's own, and imports what is built in.
 """
 
+from __future__ import annotations
+
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping

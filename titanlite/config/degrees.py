@@ -1,5 +1,7 @@
 """The degree of every mesh axis for a number of ranks: resolves -1, explains a mismatch."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 

@@ -5,6 +5,8 @@
 Training, verification, sampling and drawing all start from it. Torch-free.
 """
 
+from __future__ import annotations
+
 import pickle
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,7 @@
 """Parse TOML on every supported Python version, and format values as TOML."""
 
+from __future__ import annotations
+
 import re
 import sys
 from collections.abc import Sequence

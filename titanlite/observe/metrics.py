@@ -3,6 +3,8 @@
 Also computes peak memory and model FLOP/s utilization for known GPUs.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import json

@@ -4,6 +4,8 @@ A job's arguments come from its configuration, which is already checked. Argumen
 not.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 

@@ -1,5 +1,7 @@
 """Notices: one rank of each machine prints why its ranks end."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re

@@ -1,5 +1,7 @@
 """Tables of text, as commands print them."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 
 

@@ -1,5 +1,7 @@
 """The command `titanlite debug`: pdb in a rank of a job whose ranks are threads of this process."""
 
+from __future__ import annotations
+
 import pdb
 import sys
 import threading

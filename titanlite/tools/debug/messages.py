@@ -4,6 +4,8 @@ The ranks are threads of this process (titanlite.ranks.threads), whose exchange 
 collective and message. The record is one of the lab's, which draws it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import sys

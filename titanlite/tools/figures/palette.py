@@ -3,6 +3,8 @@
 Where the text of a cell is its stage, the hue is that of the microbatch (`fill`).
 """
 
+from __future__ import annotations
+
 from functools import lru_cache
 
 PHASES = {

@@ -13,6 +13,8 @@ that unequal sizes, unequal collectives and deadlocks are errors that name both 
 (diagnosis.py), and gives them to the caller as `record`.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import math

@@ -7,6 +7,8 @@ goes on, as in DistributedDataParallel (Li et al. 2020, https://arxiv.org/abs/20
 section 3.2).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 import torch

@@ -6,6 +6,8 @@ on the layer, not on the rank or the sharding, so every parallelism starts from 
 single process and must end with its results.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import math

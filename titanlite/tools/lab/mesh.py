@@ -4,6 +4,8 @@ A device has a rank (its position in row-major order) and a MeshIndex (its coord
 Devices that differ only along some axes form a group; a collective runs within a group.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Iterator, Sequence

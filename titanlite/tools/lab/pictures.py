@@ -5,6 +5,8 @@ digits of any sum tell which ranks' parts it is made of. The letter is the rank 
 the part: a0+b0 is the sum of part 0 of ranks 0 and 1.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -151,7 +153,7 @@ def _received(
     return held
 
 
-def tagged(rank: int, num_parts: int) -> "torch.Tensor":
+def tagged(rank: int, num_parts: int) -> torch.Tensor:
     """The tensor of a rank in which element i, its part i, is (i + 1) * 10^rank (int64)."""
     import torch
 

@@ -6,6 +6,8 @@ A rank runs a list of actions, each the forward or backward of a microbatch. GPi
 early as possible. It takes the same time, but stage s of W holds at most W - s microbatches.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 import torch

@@ -5,6 +5,8 @@ the run goes on, to see mistakes and deadlocks (diagnosis.py), and afterwards, t
 (steps.py computes the step of each message, pictures.py the picture).
 """
 
+from __future__ import annotations
+
 import itertools
 import pickle
 from collections import Counter, defaultdict
@@ -30,7 +32,7 @@ class TensorInfo(NamedTuple):
     values: tuple[float, ...] | None = None
 
     @classmethod
-    def of(cls, tensor: Any, values: tuple[float, ...] | None = None) -> "TensorInfo":
+    def of(cls, tensor: Any, values: tuple[float, ...] | None = None) -> TensorInfo:
         return cls(
             str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes, values
         )

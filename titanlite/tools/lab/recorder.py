@@ -6,6 +6,8 @@ as those of the virtual device. An event is written before the device can block 
 call, so the log of a hung device is complete. It takes 2 to 5 microseconds.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import math

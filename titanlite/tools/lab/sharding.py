@@ -5,6 +5,8 @@ A tensor is replicated along every axis that shards none of its dimensions. Ever
 computed on the host, before any device runs.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -65,7 +67,7 @@ class TensorSharding:
 
     __repr__ = __str__
 
-    def transposed(self) -> "TensorSharding":
+    def transposed(self) -> TensorSharding:
         first, second = self.dims
         return TensorSharding(second, first)
 

@@ -6,6 +6,8 @@ rank's columns contribute to the gradient of x, so the contributions are all-red
 conjugate operators are Megatron-LM's g and f (https://arxiv.org/abs/1909.08053, section 3).
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -5,6 +5,8 @@ other layers, and its dp peers hold replicas. This composes data_parallel.py, te
 pipeline_parallel.py; each communicates within its own group.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -6,6 +6,8 @@ data parallelism: an all-reduce is a reduce-scatter and an all-gather, and the o
 between the two. Stage 3 gathers every layer twice and sends 1.5 times as much. FSDP is stage 3.
 """
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 from torch import nn

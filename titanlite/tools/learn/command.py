@@ -1,5 +1,7 @@
 """`titanlite learn`: a topic's question, formula, and its number simulated and measured."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 

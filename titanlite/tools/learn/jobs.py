@@ -4,6 +4,8 @@
 same step on real ranks. Both count with the same recorder, so their figures can be compared.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

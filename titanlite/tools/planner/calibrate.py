@@ -9,6 +9,8 @@ the steps of tiny jobs is the host's time for operators, collectives and message
 measures; here are the jobs, the fits and the file.
 """
 
+from __future__ import annotations
+
 import platform
 import statistics
 import time

@@ -1,5 +1,7 @@
 """`titanlite plan`: what a job's step takes and how long it lasts, before it runs."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys

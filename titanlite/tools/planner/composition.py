@@ -1,5 +1,7 @@
 """The pieces of a step as plain data, and the memory that a run of events takes. No torch."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections import Counter
@@ -38,7 +40,7 @@ class Segment:
     """As `peak`, but of the main stream alone: without what is allocated ON_OTHER_STREAMS."""
     parts: tuple[tuple[int, int, str], ...] = ()
     """(index of the first event, of the one after the last, name) of each named part."""
-    fewer: "tuple[Segment, Segment, int] | None" = None
+    fewer: tuple[Segment, Segment, int] | None = None
     """If there are no events: two segments, the second with one block more, and how many more
     blocks than that this one has. Its time follows from theirs."""
 

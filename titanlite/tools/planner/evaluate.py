@@ -6,6 +6,8 @@ Each step is tried only if the one before leaves the plan in the search. A plan 
 composing or timing is an error of titanlite, and becomes a FailedPlan that names it.
 """
 
+from __future__ import annotations
+
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """What the recorder knows of operators: collectives, and the operations and shapes of products."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any

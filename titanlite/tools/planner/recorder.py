@@ -4,6 +4,8 @@ The tensors are fake, so an operator only computes shapes. The body of titanlite
 (rings) is run, so that their messages and memory are recorded too.
 """
 
+from __future__ import annotations
+
 import bisect
 import contextlib
 import weakref
@@ -368,7 +370,7 @@ class StepRecorder(TorchDispatchMode):
         if self.blocks.get(key) == block:
             del self.blocks[key]
 
-    def _allocate(self, size: int) -> "_Block | None":
+    def _allocate(self, size: int) -> _Block | None:
         """Record memory that exists as long as the object that is returned; None for no bytes."""
         return _Block(self, size) if size else None
 

@@ -1,5 +1,7 @@
 """The plan of a job as text for a terminal, and as plain values for programs. Torch-free."""
 
+from __future__ import annotations
+
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

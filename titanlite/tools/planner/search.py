@@ -10,6 +10,8 @@ if its lower bounds (bounds.py) exclude it. When a search is interrupted, what w
 remains.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import signal

@@ -4,6 +4,8 @@ compose.py puts them in order. Segments that are alike are made once, and those 
 the same pieces share can be kept from one job to the next. No torch.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

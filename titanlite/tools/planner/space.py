@@ -8,6 +8,8 @@ asynchronous TP, loss parallel, the order and rotation of context parallelism, t
 blocks over stages.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections import defaultdict

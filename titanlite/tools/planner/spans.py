@@ -6,6 +6,8 @@ A pipeline's main stream shows the actions of its schedule; without a pipeline i
 Communication is shown on a stream per mesh axis.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

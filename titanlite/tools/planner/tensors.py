@@ -1,5 +1,7 @@
 """The account of every tensor of a job as a table."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 
 from titanlite.parallelize.float8.apply import compact

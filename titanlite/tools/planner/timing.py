@@ -5,6 +5,8 @@ tools/simulate/streams.py runs them. The functions take plain lists of events: a
 a part of one, such as the forward pass of a stage.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -6,6 +6,8 @@ built parts exist only after the first. Pieces (pieces.py) have no such parts, s
 which makes the optimizer state, stands for their first step.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping

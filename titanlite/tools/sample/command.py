@@ -5,6 +5,8 @@ The configuration of the job comes from the checkpoint, except for the plan. It 
 user must name any module to import or folder to open (convert/stored.py).
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 from collections.abc import Sequence
@@ -119,7 +121,7 @@ def draw(
             tokenizer = getattr(job.data, "tokenizer", None) if is_streamed else None
             writer = tokenizer and generate.TextWriter(tokenizer, config.sampling.prompt)
 
-        def show(new: "Tensor") -> None:
+        def show(new: Tensor) -> None:
             with contextlib.suppress(*tolerated):
                 if writer is not None:
                     writer.add(int(new))

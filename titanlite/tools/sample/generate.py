@@ -4,6 +4,8 @@ The weights are gathered into the plain model on every rank, under any plan, and
 divided among the ranks.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import statistics

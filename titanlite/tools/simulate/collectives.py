@@ -5,6 +5,8 @@ data, independent of the number of elements. The last three functions are for ma
 integer_model.py.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any

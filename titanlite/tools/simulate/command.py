@@ -1,5 +1,7 @@
 """`titanlite simulate`: run schemes from the command line; print and draw the results."""
 
+from __future__ import annotations
+
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

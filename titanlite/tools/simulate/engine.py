@@ -8,6 +8,8 @@ time, and a heap per worker holds its ready work: n work items take about n log(
 strategy.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence

@@ -6,6 +6,8 @@ It defines `strategy`, and as wanted `order`, `priority`, `max_in_flight`, `need
 functions raise becomes one SimulationError that gives file and line.
 """
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 import sys

@@ -1,5 +1,7 @@
 """The figures of simulations as rows of a table and of a CSV file."""
 
+from __future__ import annotations
+
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from html import escape

@@ -9,6 +9,8 @@ and messages between two ranks keep their order. Results and clocks therefore do
 order in which threads run (a Kahn process network).
 """
 
+from __future__ import annotations
+
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,7 +51,7 @@ class GPU:
     """One device: `clock` is its exact time, `events` its history, `peak_memory_units` its peak."""
 
     def __init__(
-        self, global_rank: int, cluster: "Cluster | None" = None, *, network: Network = ETHERNET
+        self, global_rank: int, cluster: Cluster | None = None, *, network: Network = ETHERNET
     ) -> None:
         self.global_rank = global_rank
         self.clock: Exact = 0

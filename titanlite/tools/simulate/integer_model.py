@@ -6,6 +6,8 @@ a list of rows, a sequence has one row per token. The parts of a layer have whol
 shards of one tensor-parallel rank, and then return partial sums.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction

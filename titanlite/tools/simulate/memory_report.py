@@ -1,5 +1,7 @@
 """The memory of a simulation's workers as a table, and as a picture."""
 
+from __future__ import annotations
+
 import shutil
 from pathlib import Path
 

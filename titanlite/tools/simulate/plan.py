@@ -1,5 +1,7 @@
 """The input of the engine: where each work item runs, how long it takes, and what it waits for."""
 
+from __future__ import annotations
+
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

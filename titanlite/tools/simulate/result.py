@@ -1,5 +1,7 @@
 """The result of a simulation: when each work item ran, what it cost, and a lower bound."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property

@@ -5,6 +5,8 @@ weights. A priority, a limit on work in flight, or a fixed order decides what ru
 parallelism, FSDP, pipelines, looped pipelines and new schemes differ only in these.
 """
 
+from __future__ import annotations
+
 import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +34,7 @@ from titanlite.tools.simulate.work import (
 
 Priority: TypeAlias = Callable[[Work], Any]
 Order: TypeAlias = Callable[[int], "Iterable[Work | Action]"]
-MaxInFlight: TypeAlias = int | Sequence[int] | Callable[[int], int]
+MaxInFlight: TypeAlias = "int | Sequence[int] | Callable[[int], int]"
 
 
 def simulate(

@@ -4,6 +4,8 @@
 the points that no other point beats.
 """
 
+from __future__ import annotations
+
 import argparse
 import re
 from collections import Counter

@@ -1,5 +1,7 @@
 """A sweep's progress bar, its table, CSV file and picture."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

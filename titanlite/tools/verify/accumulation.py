@@ -3,6 +3,8 @@
 A plan splits the batch, so a job whose result depends on the split cannot be compared.
 """
 
+from __future__ import annotations
+
 from titanlite.config import ResolvedJob
 from titanlite.errors import ConfigError
 from titanlite.parallelize.steps import depends_on_microbatch

@@ -1,5 +1,7 @@
 """Finds the cause of a job's differences: runs a step again in detail, and without its features."""
 
+from __future__ import annotations
+
 import json
 import math
 

@@ -4,6 +4,8 @@ Between two such tensors there is a module, or code between modules. The sentenc
 jobs and for other code.
 """
 
+from __future__ import annotations
+
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

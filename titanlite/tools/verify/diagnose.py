@@ -7,6 +7,8 @@ Each compares the numbers with the pattern of one kind of error: an extra sum, a
 skipped rank.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 

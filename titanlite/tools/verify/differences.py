@@ -1,5 +1,7 @@
 """Combines the measurements of all ranks and compares them with the tolerances; torch-free."""
 
+from __future__ import annotations
+
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -6,6 +6,8 @@ of what all ranks already hold alike, and data that is received and never read. 
 again to save memory, as FSDP2 does before the backward pass, do none of these.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The measurements of a plan that differs, and helpers that the questions of diagnose.py share."""
 
+from __future__ import annotations
+
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,6 +3,8 @@
 References are kept, so that a second plan costs only its own steps.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import tempfile

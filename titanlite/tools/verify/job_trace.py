@@ -4,6 +4,8 @@ trace_reference   records what modules receive and return, and the gradient of e
 trace_plan        compares this rank's with them, and its gradients with sums of cells
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 from collections import defaultdict

@@ -4,6 +4,8 @@ A cell is darker the larger the smallest margin of its plans, red if one differs
 legal plan has that pair. Hovering shows the pair; a click lists only its plans in the table.
 """
 
+from __future__ import annotations
+
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -8,6 +8,8 @@ Functions are sent by cloudpickle. A caller without torch sends a name, "module:
 rank imports.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

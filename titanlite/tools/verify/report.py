@@ -1,5 +1,7 @@
 """Formats a verification as text for a terminal, and as JSON."""
 
+from __future__ import annotations
+
 import math
 import sys
 import textwrap

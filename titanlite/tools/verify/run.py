@@ -1,5 +1,7 @@
 """On a rank: records the reference of a job, and measures a plan against that record."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -7,6 +7,8 @@
 Ranks and references are kept, so that a second plan costs only its own steps.
 """
 
+from __future__ import annotations
+
 import contextlib
 import tempfile
 import time

@@ -1,5 +1,7 @@
 """Words for a factor, a set of ranks or a set of parameters in a diagnosis; torch-free."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,7 +19,7 @@ class Explained(str):
 
     names: frozenset[str]
 
-    def __new__(cls, text: str, names: Iterable[str]) -> "Explained":
+    def __new__(cls, text: str, names: Iterable[str]) -> Explained:
         self = super().__new__(cls, text)
         self.names = frozenset(names)
         return self

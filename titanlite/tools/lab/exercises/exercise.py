@@ -1,5 +1,7 @@
 """Exercise: a task, its worked solution, and what an answer is judged by."""
 
+from __future__ import annotations
+
 import ast
 import importlib
 import inspect

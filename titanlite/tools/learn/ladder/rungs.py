@@ -4,6 +4,8 @@ A rung's times and memory go into the table only after a check that its losses, 
 weights equal those of a single process.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

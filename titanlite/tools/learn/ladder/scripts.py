@@ -3,6 +3,8 @@
 It draws what every rank does, and prints what the rung costs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace

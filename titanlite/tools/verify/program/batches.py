@@ -1,5 +1,7 @@
 """On a rank: its part of each batch, and which rows and columns of the batch these are."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

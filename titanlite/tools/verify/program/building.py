@@ -1,5 +1,7 @@
 """On a rank: calls the caller's functions, and finds modules, optimizer and parameters."""
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import inspect

@@ -6,6 +6,8 @@ times too long is cut into n chunks along an axis of n ranks. The tokens may als
 cut into sequence shards first. If no such part fits, equal rows or columns are looked for.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import math

@@ -4,6 +4,8 @@ result = titanlite.compare(build_model, build_parallel, batches=batches, loss=lo
 assert result.agrees, result
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import tempfile

@@ -1,5 +1,7 @@
 """Combines what ranks and reference have measured into a result; torch-free."""
 
+from __future__ import annotations
+
 import contextlib
 import math
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """The arguments of a comparison: checked, and pickled for the ranks; torch-free."""
 
+from __future__ import annotations
+
 import contextlib
 import fnmatch
 import importlib.util
