@@ -137,10 +137,7 @@ def train_on_rank(
 
 @contextlib.contextmanager
 def _collecting_by_hand() -> Iterator[None]:
-    """Turn off automatic garbage collection: all ranks collect at the same steps.
-
-    Otherwise a rank would wait for another's collection.
-    """
+    """Ranks collect garbage at the same steps, so that none waits for another's collection."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

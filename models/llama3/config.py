@@ -113,7 +113,6 @@ class Llama3Config:
 
     @property
     def expert_hidden_dim(self) -> int:
-        """The hidden width of an expert."""
         return self.ffn_hidden_dim if self.moe_hidden_dim is None else self.moe_hidden_dim
 
     @property

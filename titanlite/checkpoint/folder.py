@@ -48,7 +48,6 @@ class CheckpointFolder:
         self.path = path
 
     def at(self, step: int) -> Path:
-        """The path of the checkpoint of `step`."""
         return self.path / f"step-{step}"
 
     def unfinished(self, step: int, token: str) -> Path:

@@ -110,5 +110,4 @@ def _signed(word: int) -> int:
 
 @torch.compiler.assume_constant_result
 def _hash_of(text: str) -> int:
-    """An int64 that is a hash of `text`."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

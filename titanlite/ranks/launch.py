@@ -61,11 +61,6 @@ class Place:
         return self.local_world_size == self.world_size
 
     @property
-    def is_thread(self) -> bool:
-        """Whether this rank is a thread of a process that has all ranks."""
-        return self.rendezvous == THREADS
-
-    @property
     def folder(self) -> Path:
         """The folder that local ranks share with the launcher that started them."""
         return Path(self.rendezvous.removeprefix("file://")).parent
@@ -141,7 +136,7 @@ def _noting_the_report() -> Iterator[None]:
         raise
 
 
-class Ranks:
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """Local processes that each run `serve(place, connection)` and exchange bytes with the caller.
 
     `serve` receives the bytes of `send` with `connection.recv_bytes()`, answers with
@@ -181,9 +176,6 @@ class Ranks:
             theirs.close()
             self._ranks.append(_Rank(process, ours))
         lifeline.close()
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         if kind is not None:

@@ -227,7 +227,6 @@ def deterministic() -> tuple[bool, bool]:
 
 
 def set_deterministic(mode: tuple[bool, bool]) -> None:
-    """Set what `deterministic` returns."""
     # The call imports the compiler.
     if mode != deterministic():
         torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])

@@ -63,10 +63,7 @@ def _dump_all_threads(file: int) -> None:
 
 
 def _dump_of_this_thread() -> Callable[[int], None]:
-    """A function that writes the stack of the thread which calls this one.
-
-    It is the interpreter's own function below faulthandler, for one thread.
-    """
+    """What faulthandler itself calls, for the one thread that calls this."""
     # Functions of pythonapi keep the GIL.
     get_state: Any = ctypes.pythonapi.PyThreadState_Get
     get_state.restype = ctypes.c_void_p

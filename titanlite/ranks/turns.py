@@ -133,7 +133,6 @@ class Turns:
         return {one.number: one.waits_for for one in self._ranks if not one.is_done}
 
     def thread_of(self, rank: int) -> int:
-        """The identifier of the thread of a rank."""
         thread = self._ranks[rank].thread
         assert thread is not None
         assert thread.ident is not None
@@ -203,5 +202,4 @@ def current_rank() -> int:
 
 
 def is_rank() -> bool:
-    """Whether this is the thread of a rank."""
     return getattr(_here, "rank", None) is not None

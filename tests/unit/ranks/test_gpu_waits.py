@@ -125,7 +125,7 @@ def watch_of(stack: list[Frame], *, on_gpu: bool, looks: int = 3) -> list[bool]:
     clock = type("Clock", (), {"monotonic": staticmethod(lambda: now[0])})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "time", clock)
-        patch.setattr(watch, "sequence_numbers", lambda: [7])
+        patch.setattr(hang_state, "sequence_numbers", lambda: [7])
         found = []
         for _ in range(looks):
             found.append(watcher._stands_still(stack))

@@ -35,7 +35,6 @@ class Tally:
         self.dropped: Tensor | None = None
 
     def add(self, counts: Tensor, loss: Tensor | None, dropped: Tensor | None = None) -> None:
-        """Add a microbatch."""
         if dropped is not None:
             self.dropped = dropped if self.dropped is None else self.dropped + dropped
         self.counts = counts if self.counts is None else self.counts + counts

@@ -170,7 +170,6 @@ class Debugging:
         self.rank = rank
 
     def at_breakpoint(self, *_: Any, **__: Any) -> None:
-        """What breakpoint() does."""
         from titanlite.ranks.threads import thread_world
         from titanlite.ranks.turns import current_rank
 

@@ -146,13 +146,6 @@ def get_init_params(
     return nn.Parameter(columns.to(get_device(rank), dtype).contiguous())
 
 
-def summarize_tensor(tensor: torch.Tensor) -> str:
-    """The shape and first values of a tensor, such as "2x3[0.10, -0.52, 1.30...]"."""
-    first = ", ".join(f"{value:.4g}" for value in tensor.detach().flatten()[:3].tolist())
-    more = "..." if tensor.numel() > 3 else ""
-    return "x".join(map(str, tensor.shape)) + f"[{first}{more}]"
-
-
 def get_layers(
     data: torch.Tensor, layers: Iterable[int], rank: int, *, shard: int = 0, num_shards: int = 1
 ) -> dict[int, nn.Parameter]:

@@ -60,7 +60,6 @@ class Pipeline:
         return (self.num_stages - 1) / (self.num_runs + self.num_stages - 1)
 
     def stage(self, index: int, cycle: int) -> PipelineStage:
-        """The stage `index` in the cycle `cycle`."""
         return PipelineStage(self, index, cycle)
 
     def __str__(self) -> str:

@@ -51,7 +51,6 @@ class TensorSharding:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that shard a dimension."""
         return tuple(itertools.chain.from_iterable(dim.axes for dim in self.dims))
 
     @property
@@ -69,7 +68,6 @@ class TensorSharding:
     __repr__ = __str__
 
     def transposed(self) -> TensorSharding:
-        """The sharding of the transpose of a matrix."""
         first, second = self.dims
         return TensorSharding(second, first)
 

@@ -52,7 +52,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def answer(topic: Topic, numbers: Numbers) -> str:
-    """The text of one topic."""
     lines = [
         topic.question,
         f"  formula    {topic.formula}",

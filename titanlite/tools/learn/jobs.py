@@ -63,7 +63,6 @@ class Figures:
 
 
 def make_job(name: str) -> JobConfig:
-    """The job `name` of JOBS."""
     sections = JOBS[name]
     degrees = sections["parallelism"]
     dp = degrees.get("data_parallel_replicate_degree", 1) * degrees["data_parallel_shard_degree"]

@@ -155,7 +155,6 @@ class Builder:
             self._peak_place = place
 
     def free(self, category: str) -> None:
-        """Free what this builder has allocated of a category."""
         self.allocate(category, -self._now[category])
 
     def segment(self) -> Segment:

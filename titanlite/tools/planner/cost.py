@@ -395,7 +395,6 @@ SMALL_TILE = {1: 1.0, 2: 0.9, 4: 0.75}
 
 @functools.cache
 def rule_of(name: str) -> OperatorRule:
-    """What an operator of this name is."""
     rule = TRANSLATION.get(name)
     if rule is not None:
         return rule

@@ -322,7 +322,6 @@ def describe(changes: Mapping[str, Any]) -> str:
 
 
 def value_of(config: JobConfig, key: str) -> Any:
-    """The value of "section.key"."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)

@@ -146,7 +146,7 @@ def draw(
 def _open(path: Path) -> tuple[Path, Manifest | None, dict[str, Any]]:
     """The path of the weights, the manifest (None for .safetensors), and the configuration."""
     if path.suffix == ".safetensors":
-        from titanlite.checkpoint.weights import read_config
+        from titanlite.tools.convert.command import read_config
 
         config = read_config(path)
         if config is None:

@@ -102,7 +102,6 @@ def all_to_all(
 def all_reduce_matrix(
     gpu: GPU, ranks: Sequence[int], description: str, size_units: Number, matrix: Matrix
 ) -> Matrix:
-    """`ring_all_reduce` of a matrix of `size_units`."""
     total = ring_all_reduce(gpu, ranks, description, size_units, flatten([matrix]))
     return unflatten(total, [matrix])[0]
 

@@ -154,10 +154,7 @@ def _with_job(
 
 @contextlib.contextmanager
 def _importing_from(folder: Path) -> Iterator[None]:
-    """Modules of `folder` can be imported inside, and are forgotten afterwards.
-
-    So another experiment may have neighbours of the same names.
-    """
+    """Modules of `folder` can be imported inside; afterwards others may have their names."""
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     try:

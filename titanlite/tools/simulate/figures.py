@@ -70,7 +70,6 @@ def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as HTML."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)

@@ -196,7 +196,6 @@ def loss_of(x: Matrix) -> int:
 
 
 def loss_gradient(x: Matrix) -> Matrix:
-    """The gradient of `loss_of`."""
     return [[2 * value for value in row] for row in x]
 
 
@@ -213,7 +212,6 @@ def update(parts: Iterable[Part]) -> dict[str, list[list[Fraction]]]:
 
 
 def flatten(matrices: Iterable[Matrix]) -> list[int]:
-    """All numbers of `matrices` in one list."""
     return [value for matrix in matrices for row in matrix for value in row]
 
 

@@ -87,7 +87,6 @@ class Plan:
         return forward if direction == Direction.FORWARD else self.backward_of(forward)
 
     def work(self, number: int) -> Work:
-        """The work item with a number."""
         if number >= self.num_chained:
             batch, stage = divmod(number - self.num_chained, self.num_stages)
             return Work(stage, batch, Direction.WEIGHT)

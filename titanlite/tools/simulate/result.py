@@ -215,10 +215,7 @@ class Simulation:
 
     @cached_property
     def _routes(self) -> Counter[tuple[tuple[int, ...], bytes]]:
-        """The distinct routes (workers of a batch in order, split backwards), with their counts.
-
-        Most strategies use few routes, however many batches there are.
-        """
+        """The distinct routes (workers of a batch in order, split backwards), with their counts."""
         plan, chain = self._plan, 2 * self.num_stages
         return Counter(
             (

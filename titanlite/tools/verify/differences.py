@@ -189,7 +189,6 @@ def _noise(gradients: Sequence[Mapping[str, Agreement]], most: float) -> set[str
 
 
 def badness(difference: float, tolerance: float) -> float:
-    """A difference divided by its tolerance."""
     if tolerance == 0.0:
         return 0.0 if difference == 0.0 else math.inf
     return difference / tolerance

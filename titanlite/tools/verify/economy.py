@@ -170,7 +170,7 @@ def _alike(traffic: Sequence[Traffic]) -> list[frozenset[int]]:
             [
                 (i, one)
                 for i, one in enumerate(traffic[rank].sent)
-                if one.ranks == ranks and _is_all(one)
+                if one.ranks == ranks and one.kind in ("all_reduce", "all_gather")
             ]
             for rank in ranks
         ]
@@ -184,10 +184,6 @@ def _alike(traffic: Sequence[Traffic]) -> list[frozenset[int]]:
                 for rank, (index, _) in zip(ranks, row, strict=True):
                     found[rank].add(index)
     return [frozenset(own) for own in found]
-
-
-def _is_all(one: Sent) -> bool:
-    return one.kind in ("all_reduce", "all_gather")
 
 
 def _read_sentences(traffic: Sequence[Traffic]) -> Iterator[str]:

@@ -215,7 +215,6 @@ class JobTracer(Tracer):
         return is_input(event) and not self.reference.flow
 
     def tolerance_of(self, tensor: Tensor) -> float:
-        """That of its dtype."""
         return tolerance_of(tensor)
 
     def weights(self) -> Mapping[str, Tensor]:

@@ -158,7 +158,6 @@ def be(who: str) -> str:
 
 
 def be_a_sum(who: str) -> str:
-    """ "is a sum" or "are sums", as for `be`."""
     return "is a sum" if be(who) == "is" else "are sums"
 
 

@@ -61,7 +61,6 @@ class Where:
 
     @property
     def cells(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-        """All of it as plain numbers."""
         rows, columns = self.rows.tolist(), self.columns.tolist()
         return self.num_rows, self.num_columns, tuple(rows), tuple(columns)
 

@@ -56,7 +56,6 @@ class CodeTracer(Tracer):
         return self.request.leaves_out(module_of(event))
 
     def tolerance_of(self, tensor: Tensor) -> float:
-        """That of the comparison."""
         return self.tolerance
 
     def weights(self) -> Mapping[str, Tensor]:
