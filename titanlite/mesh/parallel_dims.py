@@ -131,6 +131,7 @@ class Grid:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return math.prod(self.degrees.values())
 
     @property
@@ -139,6 +140,7 @@ class Grid:
         return tuple(axis for axis, degree in self.degrees.items() if degree > 1)
 
     def degree_of(self, axes: tuple[str, ...]) -> int:
+        """The product of the degrees of `axes`."""
         return math.prod(self.degrees[axis] for axis in axes)
 
     def place_on(self, axes: tuple[str, ...], rank: int) -> int:
