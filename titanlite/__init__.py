@@ -27,28 +27,36 @@ if TYPE_CHECKING:
     from titanlite import schedule as schedule
     from titanlite import tools as tools
     from titanlite import training as training
-    from titanlite.config import JobConfig, load_config, parse_args
-    from titanlite.errors import ConfigError, RankError, TitanliteError
-    from titanlite.from_python import train
-    from titanlite.parallelize import (
-        ParallelPlan,
-        apply_ac,
-        apply_compile,
-        apply_cp,
-        apply_ddp,
-        apply_ep,
-        apply_float8,
-        apply_fsdp,
-        apply_tp,
-    )
-    from titanlite.ranks.launch import spawn
-    from titanlite.ranks.world import open_world
-    from titanlite.register import register_dataset, register_loss, register_metric, register_model
-    from titanlite.tools.by_hand.checkpoints import load_checkpoint, save_checkpoint
-    from titanlite.tools.by_hand.huggingface import load_hf, save_hf
-    from titanlite.tools.planner.from_python import plan
-    from titanlite.tools.verify.from_python import verify
-    from titanlite.tools.verify.program.comparison import assert_equivalent, compare
+    from titanlite.config import JobConfig as JobConfig
+    from titanlite.config import load_config as load_config
+    from titanlite.config import parse_args as parse_args
+    from titanlite.errors import ConfigError as ConfigError
+    from titanlite.errors import RankError as RankError
+    from titanlite.errors import TitanliteError as TitanliteError
+    from titanlite.from_python import train as train
+    from titanlite.parallelize import ParallelPlan as ParallelPlan
+    from titanlite.parallelize import apply_ac as apply_ac
+    from titanlite.parallelize import apply_compile as apply_compile
+    from titanlite.parallelize import apply_cp as apply_cp
+    from titanlite.parallelize import apply_ddp as apply_ddp
+    from titanlite.parallelize import apply_ep as apply_ep
+    from titanlite.parallelize import apply_float8 as apply_float8
+    from titanlite.parallelize import apply_fsdp as apply_fsdp
+    from titanlite.parallelize import apply_tp as apply_tp
+    from titanlite.ranks.launch import spawn as spawn
+    from titanlite.ranks.world import open_world as open_world
+    from titanlite.register import register_dataset as register_dataset
+    from titanlite.register import register_loss as register_loss
+    from titanlite.register import register_metric as register_metric
+    from titanlite.register import register_model as register_model
+    from titanlite.tools.by_hand.checkpoints import load_checkpoint as load_checkpoint
+    from titanlite.tools.by_hand.checkpoints import save_checkpoint as save_checkpoint
+    from titanlite.tools.by_hand.huggingface import load_hf as load_hf
+    from titanlite.tools.by_hand.huggingface import save_hf as save_hf
+    from titanlite.tools.planner.from_python import plan as plan
+    from titanlite.tools.verify.from_python import verify as verify
+    from titanlite.tools.verify.program.comparison import assert_equivalent as assert_equivalent
+    from titanlite.tools.verify.program.comparison import compare as compare
 
 if not Path(__file__).with_name("models").is_dir():  # a text file where links are not kept
     __path__.append(str(Path(__file__).parents[1]))
@@ -78,38 +86,5 @@ PACKAGES = (
     *("callbacks", "mesh", "modules", "parallelize", "ranks", "schedule", "tools", "training"),
 )
 """What else is public: packages that `import titanlite` makes known."""
-
-__all__ = [
-    "ConfigError",
-    "JobConfig",
-    "ParallelPlan",
-    "RankError",
-    "TitanliteError",
-    "apply_ac",
-    "apply_compile",
-    "apply_cp",
-    "apply_ddp",
-    "apply_ep",
-    "apply_float8",
-    "apply_fsdp",
-    "apply_tp",
-    "assert_equivalent",
-    "compare",
-    "load_checkpoint",
-    "load_config",
-    "load_hf",
-    "open_world",
-    "parse_args",
-    "plan",
-    "register_dataset",
-    "register_loss",
-    "register_metric",
-    "register_model",
-    "save_checkpoint",
-    "save_hf",
-    "spawn",
-    "train",
-    "verify",
-]
 
 lazy(__name__, PUBLIC, PACKAGES)

@@ -1,7 +1,5 @@
 """`titanlite.train`: a training run from a script or a notebook."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

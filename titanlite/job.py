@@ -7,8 +7,6 @@ This module combines configuration, mesh, model, parallelize steps, data and tra
 verification, sampling and benchmarks all run on a Job.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +37,6 @@ from titanlite.parallelize.parallelize import split_and_parallelize, step_of
 from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.steps import STEPS
 from titanlite.parallelize.tensor_account import (
-    BUFFER,
     TensorAccount,
     account_of,
     merged,
@@ -130,7 +127,6 @@ class Job:
 
     @property
     def stage_numbers(self) -> Sequence[int]:
-        """The stage number of each part."""
         return [0] if self.pipeline is None else self.pipeline.numbers
 
     @property
@@ -169,23 +165,6 @@ class Job:
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Like `whole_parameters`, for the gradients; call it after `trainer.compute_gradients`."""
         return self.whole(lambda parameter: parameter.grad)
-
-    def whole_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(canonical name, persistent buffer), the first of all copies; a collective call."""
-        own = {name: whole_tensor(buffer) for name, buffer in self.buffers.items()}
-        if self.pipeline is None:
-            yield from own.items()
-            return
-        device, group = self.world.device, self.pipeline.group
-        for name, one in self.tensors.items():
-            if one.kind != BUFFER:
-                continue
-            place = self.pipeline.table.stage_to_rank[one.stages[0]]
-            is_here = one.stages[0] in self.stage_numbers
-            found: list[Any] = [own[name].cpu() if is_here else None]
-            # Of a buffer of another stage neither shape nor dtype is known here.
-            dist.broadcast_object_list(found, group=group, group_src=place)
-            yield name, found[0].to(device)
 
     def parameter_shapes(self) -> dict[str, torch.Size]:
         """The full shape of every parameter of the model, by canonical name."""

@@ -7,8 +7,6 @@ imports the same names for type checkers and editors. These would take any name 
 whose source they find a `__getattr__`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -18,7 +16,7 @@ from typing import Any
 def lazy(
     package: str, homes: Mapping[str, tuple[str, ...]], subpackages: tuple[str, ...] = ()
 ) -> None:
-    """Give `package` a `__getattr__` and `__dir__` with the names `homes`, module -> names.
+    """Give `package` an `__all__`, `__getattr__` and `__dir__` of `homes`, module -> names.
 
     `subpackages` are imported at their first use, too.
     """
@@ -34,4 +32,4 @@ def lazy(
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *module_of, *subpackages})
 
-    vars(sys.modules[package]).update(__getattr__=get, __dir__=names)
+    vars(sys.modules[package]).update(__all__=[*module_of], __getattr__=get, __dir__=names)

@@ -1,9 +1,6 @@
-"""Human-readable quantities, 12.3k, 1.50 GiB, 1.23 ms, 0:04:10, of three digits; and tables."""
-
-from __future__ import annotations
+"""Human-readable quantities, 12.3k, 1.50 GiB, 1.23 ms, 0:04:10, of three digits."""
 
 import math
-from collections.abc import Collection, Sequence
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 """Bytes of an element, by dtype."""
@@ -57,35 +54,3 @@ def _three_figures(value: float) -> str:
     if size == int(size) and size < 10:
         return f"{value:.0f}"
     return f"{value:.2f}" if size < 9.995 else f"{value:.1f}" if size < 99.95 else f"{value:.0f}"
-
-
-def format_table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    left: Collection[str] = (),
-    width: int | None = None,
-) -> str:
-    """A text table; columns are right-aligned, those named in `left` left-aligned.
-
-    With a `width`, columns that do not fit follow below (see `beside`).
-    """
-    columns = []
-    for name, *cells in zip(header, *rows, strict=True):
-        widest, align = max(map(len, (name, *cells))), "<" if name in left else ">"
-        columns.append([f"{cell:{align}{widest}}" for cell in (name, "-" * widest, *cells)])
-    return "\n".join(beside(columns, width))
-
-
-def beside(columns: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """The lines of columns, whose cells are padded; those that do not fit into `width` follow.
-
-    Each block of lines begins with the first column.
-    """
-    blocks = [[columns[0]]]
-    for column in columns[1:]:
-        used = sum(2 + len(other[0]) for other in blocks[-1]) + len(column[0])
-        if width and used > width and len(blocks[-1]) > 1:
-            blocks.append([columns[0]])
-        blocks[-1].append(column)
-    rows = ["  ".join(row).rstrip() for block in blocks for row in ("", *zip(*block, strict=True))]
-    return rows[1:]

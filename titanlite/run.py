@@ -5,8 +5,6 @@ The command is train.py at the top of the repository, or `titanlite train FILE`;
 started by torchrun, is used as it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator, Sequence
@@ -137,10 +135,7 @@ def train_on_rank(
 
 @contextlib.contextmanager
 def _collecting_by_hand() -> Iterator[None]:
-    """Turn off automatic garbage collection: all ranks collect at the same steps.
-
-    Otherwise a rank would wait for another's collection.
-    """
+    """Ranks collect garbage at the same steps, so that none waits for another's collection."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

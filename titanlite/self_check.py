@@ -9,8 +9,6 @@ more is sent only if some differ. On GPUs, equal computations may round differen
 are compared within rounding, and a difference is a warning, unless debug.deterministic is set.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,10 +73,7 @@ def check_copies(job: Job, when: str) -> str:
 
 
 def _names(job: Job, axis: str) -> list[str]:
-    """The tensors compared along `axis`, the same on each of its ranks.
-
-    Along pp these are all that several stages share, whether this rank has one or not.
-    """
+    """The tensors compared along `axis`, on each of its ranks; along pp all that stages share."""
     own = {*job.parameters, *job.buffers}
     names = []
     for name, account in job.tensors.items():
@@ -88,10 +83,7 @@ def _names(job: Job, axis: str) -> list[str]:
 
 
 def _fingerprints(job: Job, is_exact: bool) -> dict[str, Tensor]:
-    """The fingerprint of each tensor that this rank holds and that is compared.
-
-    The optimizer state of a parameter has one for all of its tensors.
-    """
+    """The fingerprint of each tensor of this rank; a parameter's optimizer state has one."""
     compute = _bits if is_exact else _norms
     wanted = {name for axis in job.dims.axes_in_use for name in _names(job, axis)}
     state = job.trainer.optimizer.state

@@ -7,8 +7,6 @@ begin with `moe_` are TorchTitan's `moe_args`, and what its llama4 and deepseek_
 blocks have experts, and how wide these are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -113,7 +111,6 @@ class Llama3Config:
 
     @property
     def expert_hidden_dim(self) -> int:
-        """The hidden width of an expert."""
         return self.ffn_hidden_dim if self.moe_hidden_dim is None else self.moe_hidden_dim
 
     @property

@@ -24,7 +24,6 @@ from titanlite.tools.lab import (
     pipeline_parallelism_main,
     single_process_main,
     spawn,
-    summarize_tensor,
     three_d_parallelism_main,
     zero_parallelism_main,
 )
@@ -139,7 +138,3 @@ def test_a_main_function_opens_its_own_world_where_there_is_none(data):
     for params, is_open in spawn_ranks(main, 2, data, timeout_seconds=60):
         assert not is_open
         assert_same(params[1], expected[1])
-
-
-def test_a_tensor_in_one_line():
-    assert summarize_tensor(torch.arange(6.0).view(2, 3)) == "2x3[0, 1, 2...]"

@@ -22,12 +22,12 @@ from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.manifest import MANIFEST, _digest, read_manifest
 from titanlite.checkpoint.run import Checkpoints
 from titanlite.checkpoint.storage import Piece, load, save, stored_tensors
-from titanlite.checkpoint.weights import read_config
 from titanlite.config import JobConfig, override
 from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.ranks.launch import Place, spawn
 from titanlite.tools.convert import command as convert
+from titanlite.tools.convert.command import read_config
 from titanlite.tools.convert.stored import find_checkpoint
 
 STEPS = 4

@@ -64,14 +64,15 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "lab": ("figures",),
     # Each topic is simulated, measured by the lab, and planned.
     "learn": ("lab", "planner", "simulate", "figures"),
-    "verify": (),
+    # Its matrix is a page.
+    "verify": ("figures",),
     # A job of TorchTitan is verified as any parallel code, and traced in the planner's fake world.
     "torchtitan": ("verify", "debug", "planner"),
 }
 """Each tool, and the tools that it may import."""
 
-COMMON = "options"
-"""What every command may import: its options, and the files that they ask for."""
+COMMON = ("options", "tables")
+"""What every command may import: its options, the files that they ask for, and tables."""
 
 MAY_NAME_TOOLS = ("titanlite.cli", "titanlite")
 """The commands, and the public names that are imported at their first use."""
@@ -281,7 +282,7 @@ def test_the_core_is_built_in_floors_and_knows_no_tool(module: str) -> None:
             continue
         other = tool_of(used)
         if own is not None:
-            allowed = other is None or other in (own, COMMON, *TOOLS.get(own, ()))
+            allowed = other is None or other in (own, *COMMON, *TOOLS.get(own, ()))
             assert allowed, f"{module} imports {used}: another tool"
             assert used not in MAY_NAME_TOOLS, f"{module} imports {used}"
         elif other is not None:

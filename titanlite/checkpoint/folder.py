@@ -4,8 +4,6 @@ A checkpoint is written under a temporary name, and renamed when all of it is on
 run leaves only folders with temporary names, and `clean` removes them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -48,7 +46,6 @@ class CheckpointFolder:
         self.path = path
 
     def at(self, step: int) -> Path:
-        """The path of the checkpoint of `step`."""
         return self.path / f"step-{step}"
 
     def unfinished(self, step: int, token: str) -> Path:

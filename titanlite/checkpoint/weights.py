@@ -9,10 +9,7 @@ by tools/convert/stored.py.
 Source of the format: https://huggingface.co/docs/safetensors
 """
 
-from __future__ import annotations
-
 import contextlib
-import json
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +47,7 @@ class Names:
         return self.format.tensor(name, shape, self.sizes)
 
     @classmethod
-    def of(cls, job: Job) -> Names:
+    def of(cls, job: Job) -> "Names":
         """The names in the Hugging Face folders of a job's model; its own if it has no format."""
         return cls(format_of(load_model_spec(job.config)), job.resolved.model)
 
@@ -127,7 +124,7 @@ class StoredWeights:
         if stored_as not in self.tensors:
             return None
         file, stored = self.tensors[stored_as]
-        with _explaining(file):
+        with explaining(file):
             source = stored.get_slice(stored_as)
             # An empty slice has the dtype too, and reads nothing.
             return (source[:0] if source.get_shape() else stored.get_tensor(stored_as)).dtype
@@ -150,7 +147,7 @@ class StoredWeights:
             )
         for name in places.keys() - missing.keys():
             for place, piece in _each(places[name], pieces[name]):
-                with _explaining(self.tensors[place.name][0]):
+                with explaining(self.tensors[place.name][0]):
                     self._read(place, piece)
 
     def _place(self, name: str, shape: Sequence[int]) -> HFTensor:
@@ -196,7 +193,7 @@ def opened_weights(
         tensors: dict[str, tuple[Path, Any]] = {}
         layouts = set()
         for file in files or files_of(path):
-            opened = stack.enter_context(_opened(file))
+            opened = stack.enter_context(opened_file(file))
             text = opened.metadata() or {}
             layouts.add(text.get(LAYOUT_KEY, "" if CONFIG_KEY in text else HF_LAYOUT))
             tensors |= dict.fromkeys(opened.keys(), (file, opened))
@@ -278,35 +275,6 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a .safetensors file, or a folder of them; raises ConfigError."""
-    with opened_weights(path, Names()) as opened:
-        tensors = {}
-        for name, (file, stored) in opened.tensors.items():
-            with _explaining(file):
-                tensors[name] = stored.get_tensor(name)
-    return tensors
-
-
-def read_config(path: Path) -> dict[str, Any] | None:
-    """The job's configuration in a .safetensors file; None if titanlite did not write the file.
-
-    Raises ConfigError if the configuration is not valid.
-    """
-    file = files_of(path)[0]
-    with _opened(file) as stored:
-        text = (stored.metadata() or {}).get(CONFIG_KEY)
-    if not text:
-        return None
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict) or not all(isinstance(keys, dict) for keys in config.values()):
-        raise ConfigError(f"checkpoint: {file} has a {CONFIG_KEY} that is not a configuration")
-    return config
-
-
 def files_of(path: Path) -> list[Path]:
     """The file `path`, or the .safetensors files in it; raises ConfigError if there is none."""
     files = [path] if path.is_file() else weight_files(path)
@@ -316,9 +284,9 @@ def files_of(path: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened_file(file: Path) -> Iterator[Any]:
     """Open a .safetensors file; raises ConfigError if it, or a tensor of it, cannot be read."""
-    with _explaining(file):
+    with explaining(file):
         # A pipe would block safe_open. Links are followed: Hugging Face's folders consist of links.
         open_regular(file).close()
         with safe_open(file, framework="pt") as stored:
@@ -326,7 +294,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _explaining(file: Path) -> Iterator[None]:
+def explaining(file: Path) -> Iterator[None]:
     """Turn an error in reading `file` into one line."""
     try:
         yield

@@ -10,25 +10,16 @@ document.py  --help, and a configuration as TOML
 """
 
 import titanlite.register  # noqa: F401 (a job can name what is built in)
-from titanlite.config.checks import check_machine
-from titanlite.config.degrees import make_parallel_dims
-from titanlite.config.load import Reading, load_config, override, parse_args, read_any, read_job
-from titanlite.config.model import load_model_spec, make_model_config
-from titanlite.config.resolve import ResolvedJob, resolve_job
-from titanlite.config.schema import JobConfig
-
-__all__ = [
-    "JobConfig",
-    "Reading",
-    "ResolvedJob",
-    "check_machine",
-    "load_config",
-    "load_model_spec",
-    "make_model_config",
-    "make_parallel_dims",
-    "override",
-    "parse_args",
-    "read_job",
-    "read_any",
-    "resolve_job",
-]
+from titanlite.config.checks import check_machine as check_machine
+from titanlite.config.degrees import make_parallel_dims as make_parallel_dims
+from titanlite.config.load import Reading as Reading
+from titanlite.config.load import load_config as load_config
+from titanlite.config.load import override as override
+from titanlite.config.load import parse_args as parse_args
+from titanlite.config.load import read_any as read_any
+from titanlite.config.load import read_job as read_job
+from titanlite.config.model import load_model_spec as load_model_spec
+from titanlite.config.model import make_model_config as make_model_config
+from titanlite.config.resolve import ResolvedJob as ResolvedJob
+from titanlite.config.resolve import resolve_job as resolve_job
+from titanlite.config.schema import JobConfig as JobConfig

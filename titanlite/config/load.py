@@ -1,7 +1,5 @@
 """Read a job from a TOML file and the command line, and collect every mistake in it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import difflib
@@ -15,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from titanlite.config import toml
 from titanlite.config.checks import run_checks
 from titanlite.config.degrees import DEGREES, make_parallel_dims
 from titanlite.config.draft import Draft
@@ -32,16 +31,6 @@ from titanlite.config.keys import (
 from titanlite.config.model import ResolvedModel, load_config_class, load_model_spec, resolve_model
 from titanlite.config.problems import REMOVE, REMOVE_OPTION, REMOVE_SECTION, explain
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import (
-    TOML_ERRORS,
-    drop,
-    has,
-    parse_toml,
-    put,
-    show,
-    show_name,
-    unclosed_list,
-)
 from titanlite.errors import ConfigError, quote, suggest
 
 CONFIG_FILE = "job.config_file"
@@ -123,7 +112,7 @@ def read_job(argv: Sequence[str], *, needs_file: str = "") -> Reading:
         near = f"parallelism.{DEGREES[name]}" if name in DEGREES else nearest_key(name, job_keys())
         near = near or "".join(difflib.get_close_matches(name, ["help"], cutoff=0.75))
         advice = f"did you mean --{near}?" if near else "see --help"
-        raise ConfigError(f"--{show_name(name)}: there is no such option; {advice}")
+        raise ConfigError(f"--{toml.show_name(name)}: there is no such option; {advice}")
     files = [text for name, text in texts if name == CONFIG_FILE and text is not None]
     values: dict[str, Any] = {}
     try:
@@ -159,25 +148,13 @@ def read_any(
     else:
         values = copy.deepcopy(dict(job))
     for name, value in (changes or {}).items():
-        put(values, name, value)
+        toml.put(values, name, value)
     return _read_values(values, [], [])
 
 
 def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
     """`config` with new values for some keys ("section.key" -> value), checked again."""
     return checked(read_any(config, changes))
-
-
-def with_values(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
-    """As override, but neither the types of the values nor the job are checked."""
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in changes.items():
-        section, _, key = name.partition(".")
-        sections.setdefault(section, {})[key] = value
-    copies = {
-        name: getattr(config, name).model_copy(update=values) for name, values in sections.items()
-    }
-    return config.model_copy(update=copies)
 
 
 def checked(reading: Reading) -> JobConfig:
@@ -210,7 +187,7 @@ def _read_values(
         if name in own_keys:
             _put_text(values, own_keys[name], text, problems)
         elif name.startswith("model.") and name not in keys:
-            put(values, name, text)  # the model refuses it by name
+            toml.put(values, name, text)  # the model refuses it by name
     try:
         config = JobConfig.model_validate(values)
     except ValidationError as error:
@@ -224,7 +201,7 @@ def _read_values(
                 problems.append(line.replace(REMOVE, REMOVE_OPTION) if name in typed else line)
             wrong[name] = None
         for name in wrong:
-            drop(values, name)
+            toml.drop(values, name)
         config = JobConfig.model_validate(values)
     return Reading(config, problems, doubtful)
 
@@ -232,16 +209,16 @@ def _read_values(
 def _take_moved(values: dict[str, Any], problems: list[str]) -> None:
     """Put what has a name of TorchTitan 0.3 under its name here."""
     for new in MOVED:
-        if not has(values, new):
+        if not toml.has(values, new):
             continue
         *sections, leaf = new.split(".")
         given = functools.reduce(operator.getitem, sections, values).pop(leaf)
         for key, value in given.items() if isinstance(given, dict) else [("", given)]:
             own = own_name(f"{new}.{key}".removesuffix("."))
-            if has(values, own):
+            if toml.has(values, own):
                 problems.append(f"{own}: is given here, and as {new}; remove one")
             else:
-                put(values, own, value)
+                toml.put(values, own, value)
 
 
 def _own_keys(values: Mapping[str, Any]) -> dict[str, Key]:
@@ -266,7 +243,7 @@ def _values_for_help(argv: Sequence[str]) -> dict[str, Any]:
             with contextlib.suppress(ConfigError):
                 values = read_file(text)
     for name, text in texts:
-        put(values, name, text)
+        toml.put(values, name, text)
     return values
 
 
@@ -297,7 +274,7 @@ def read_file(path: str) -> dict[str, Any]:
         if not path:
             raise FileNotFoundError
         text = Path(path).read_bytes().decode("utf-8-sig")
-        return parse_toml(text)
+        return toml.parse_toml(text)
     except UnicodeDecodeError as error:
         wrong = f"is not UTF-8 text (byte {error.start}); save it as UTF-8"
     except IsADirectoryError:
@@ -309,7 +286,7 @@ def read_file(path: str) -> dict[str, Any]:
         wrong = "cannot be read (permission denied); change its permissions"
     except OSError as error:
         wrong = f"cannot be read ({error.strerror}); give a TOML file"
-    except TOML_ERRORS as error:
+    except toml.TOML_ERRORS as error:
         wrong = _toml_error(error, text)
     raise ConfigError(f"{CONFIG_FILE}: {quote(path)} {wrong}")
 
@@ -322,7 +299,7 @@ def _toml_error(error: Exception, text: str) -> str:
     lines = text.split("\n")
     match = re.match(r"line (\d+)", place)
     number = int(match[1]) if match else text.rstrip().count("\n") + 1
-    if opened := unclosed_list(lines[:number], lines[number:]):
+    if opened := toml.unclosed_list(lines[:number], lines[number:]):
         opening = quote(lines[opened - 1].strip())
         return f"line {opened} is not TOML: {opening} opens a list that is not closed; add the ]"
     if re.search(r"(?m)^(import|from) \w", text) and not re.search(r"(?m)^\[\w", text):
@@ -350,7 +327,7 @@ def _line(name: str, error: Any, values: Mapping[str, Any], depth: int, doubtful
         return explain(job_keys()[name], error, value, depth)
     if name in job_sections():
         doubtful.add(name)
-        shown = show(error["input"])
+        shown = toml.show(error["input"])
         return f"{name}: {shown} is not a section; write [{name}] above its keys"
     return _unknown(name, job_keys(), error["input"], doubtful)
 
@@ -358,7 +335,7 @@ def _line(name: str, error: Any, values: Mapping[str, Any], depth: int, doubtful
 def _unknown(name: str, keys: Mapping[str, Key], value: Any, doubtful: set[str]) -> str:
     """The message for an unknown name; the key that it may have meant becomes doubtful."""
     sections = job_sections()
-    shown = show_name(name)
+    shown = toml.show_name(name)
     if name in FOREIGN:
         return f"{shown}: {FOREIGN[name]}; {REMOVE_SECTION if type(value) is dict else REMOVE}"
     if isinstance(value, dict):
@@ -379,8 +356,8 @@ def _unknown(name: str, keys: Mapping[str, Key], value: Any, doubtful: set[str])
 
 def _put_text(values: dict[str, Any], key: Key, text: str | None, problems: list[str]) -> None:
     if text is not None:
-        put(values, key.name, key.read(text))
+        toml.put(values, key.name, key.read(text))
     elif key.type is bool:
-        put(values, key.name, True)
+        toml.put(values, key.name, True)
     else:
         problems.append(f"{key.name}: has no value; write --{key.name}=value")

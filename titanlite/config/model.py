@@ -1,7 +1,5 @@
 """Find the model that [model] names, and resolve its sizes; torch-free."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib
@@ -153,10 +151,7 @@ def resolve_model(config: JobConfig, *, flavor_is_known: bool = True) -> Resolve
 def _read_overrides(
     overrides: dict[str, Any], config_class: Any, model: str, found: ResolvedModel
 ) -> dict[str, Any] | None:
-    """The overrides with the types of `config_class`; None if one is invalid.
-
-    Problems are appended to `found`.
-    """
+    """The overrides with the types of `config_class`; None, and problems in `found`, if invalid."""
     keys = model_keys(config_class)
     hints = field_types(config_class)
     values: dict[str, Any] = {}

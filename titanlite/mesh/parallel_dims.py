@@ -5,8 +5,6 @@ along an axis share and what they split. Which data a rank reads, whose loss cou
 axes weights are sharded or replicated all follow from it.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -131,7 +129,6 @@ class Grid:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return math.prod(self.degrees.values())
 
     @property
@@ -140,7 +137,6 @@ class Grid:
         return tuple(axis for axis, degree in self.degrees.items() if degree > 1)
 
     def degree_of(self, axes: tuple[str, ...]) -> int:
-        """The product of the degrees of `axes`."""
         return math.prod(self.degrees[axis] for axis in axes)
 
     def place_on(self, axes: tuple[str, ...], rank: int) -> int:

@@ -7,8 +7,6 @@ they are functions of the job's seed and of the number of the sample in the run,
 new ones. The generator is "squares" (Widynski 2020, arXiv 2004.06278).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence
@@ -110,5 +108,4 @@ def _signed(word: int) -> int:
 
 @torch.compiler.assume_constant_result
 def _hash_of(text: str) -> int:
-    """An int64 that is a hash of `text`."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

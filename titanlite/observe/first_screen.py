@@ -8,8 +8,6 @@ A run prints it in brief, unless metrics.verbose is set, and writes all of it to
 is plain values; run_facts.py derives the facts from a job.
 """
 
-from __future__ import annotations
-
 import io
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -141,10 +139,7 @@ def _plan_lines(rows: Sequence[PlanRow], width: int) -> list[_Line]:
 def _hanging(
     head: str, text: str, width: int, is_marked: bool, num_bold: int | None = None
 ) -> list[_Line]:
-    """`head` and `text`, wrapped with a hanging indent.
-
-    On a narrow terminal the indent is smaller, so that a word still fits.
-    """
+    """`head` and `text`, wrapped with a hanging indent that leaves room for a word."""
     indent = len(head) if width - len(head) >= _LEAST_NOTE else 4
     wrapped = textwrap.wrap(
         head + text,

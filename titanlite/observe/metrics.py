@@ -3,8 +3,6 @@
 Also computes peak memory and model FLOP/s utilization for known GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -79,7 +77,7 @@ class StepRecord:
         return measured | measures | named
 
 
-class MetricsLog:
+class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     """Writes each StepRecord to {dump_folder}/metrics.jsonl, and to TensorBoard and W&B if enabled.
 
     The file has one JSON object per line and is flushed after each, so a killed run keeps every
@@ -205,9 +203,6 @@ class MetricsLog:
         if self._wandb is not None:
             self._wandb.finish()
         self._file = self._tensorboard = self._wandb = None
-
-    def __enter__(self) -> MetricsLog:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

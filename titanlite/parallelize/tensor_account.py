@@ -2,16 +2,13 @@
 
     account_of      the accounts of this rank's parts of a parallelized model
     require_whole   that together they are the plain model, and that each has an answer
-    describe        the accounts as a table, equal ones in one row
 
 A parameter that is replicated over a mesh axis trains right only if something completes its
 gradient over that axis: FSDP2, DDP, DTensor, or the step. A tensor without an answer stops the job
 before it trains. self_check.py compares the copies that must be equal according to the account.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +24,6 @@ from titanlite.modules.shards import buffers_of, is_sharded, parameters_of
 from titanlite.parallelize.float8.apply import compact
 from titanlite.parallelize.plan import ParallelPlan, matches
 from titanlite.plan_row import PlanRow
-from titanlite.quantities import beside
 
 PARAMETER, BUFFER = "parameter", "buffer"
 REPLICATED, LOCAL = "replicated", "local"
@@ -223,43 +219,3 @@ def summed_row(accounts: Mapping[str, TensorAccount]) -> list[PlanRow]:
     total = sum(one.kind == PARAMETER for one in accounts.values())
     number = f"{sum(map(len, names.values()))} of {total} tensors"
     return [PlanRow("summed gradients", number, number, "; ".join(notes))]
-
-
-def describe(accounts: Mapping[str, TensorAccount], width: int) -> list[str]:
-    """The accounts as a table in lines of `width`; equal tensors of several blocks share a row."""
-    rows: dict[tuple[str, ...], list[TensorAccount]] = {}
-    for name, one in accounts.items():
-        shape = " x ".join(map(str, one.shape)) or "scalar"
-        layout = ", ".join(f"{axis} {how}" for axis, how in one.layout.items()) or "one rank"
-        by: dict[str, list[str]] = {}
-        for axis, how in one.completed.items():
-            by.setdefault(how, []).append(axis)
-        gradient = "; ".join(f"{how}: {', '.join(axes)}" for how, axes in by.items())
-        if not gradient:
-            gradient = "each rank" if one.is_trained else "frozen"
-        if one.kind == BUFFER:
-            is_local = LOCAL in one.layout.values()
-            gradient = "buffer; the first rank's is saved" if is_local else "buffer"
-        # Blocks are in one stage each, and a shared parameter is in several.
-        stages = _ranges(one.stages) if len(one.stages) > 1 else ""
-        rows.setdefault((compact([name])[0], shape, stages, layout, gradient), []).append(one)
-    table = [("tensor", "shape", "stages", "layout", "gradient completed by")]
-    for (name, shape, stages, layout, gradient), members in rows.items():
-        times = f" ({len(members)})" if len(members) > 1 else ""
-        numbers = sorted({stage for one in members for stage in one.stages})
-        held = f"each of {stages}" if stages else _ranges(numbers)
-        table.append((f"{name}{times}", shape, held, layout, gradient))
-    is_split = any(row[2] != "0" for row in table[1:])
-    cells = zip(*(row if is_split else (*row[:2], *row[3:]) for row in table), strict=True)
-    return beside([[one.ljust(max(map(len, column))) for one in column] for column in cells], width)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """ "0-3, 6" """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -9,8 +9,6 @@ waits in any operation that needs a value from the GPU, such as `.item()`, or th
 queue full; only the recorder shows that the GPU waits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import linecache
@@ -369,10 +367,7 @@ def shorten(file: str) -> str:
 
 
 def _frames(thread: int, error: BaseException | None) -> list[tuple[FrameType, int]]:
-    """Frames and line numbers, innermost last, of a thread or of the traceback of `error`.
-
-    Only for a thread that does not run: see stacks.py.
-    """
+    """Frames and lines, innermost last, of `error` or a thread that does not run (stacks.py)."""
     if error is not None and error.__traceback__ is not None:
         return _without_start(list(traceback.walk_tb(error.__traceback__)))
     return _without_start(_raw_frames(thread))

@@ -6,8 +6,6 @@ torch once and never runs an operation, so forking it is always safe; every rank
 Functions are sent with cloudpickle, so functions defined in a notebook work too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -59,11 +57,6 @@ class Place:
     @property
     def is_one_node(self) -> bool:
         return self.local_world_size == self.world_size
-
-    @property
-    def is_thread(self) -> bool:
-        """Whether this rank is a thread of a process that has all ranks."""
-        return self.rendezvous == THREADS
 
     @property
     def folder(self) -> Path:
@@ -141,7 +134,7 @@ def _noting_the_report() -> Iterator[None]:
         raise
 
 
-class Ranks:
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """Local processes that each run `serve(place, connection)` and exchange bytes with the caller.
 
     `serve` receives the bytes of `send` with `connection.recv_bytes()`, answers with
@@ -181,9 +174,6 @@ class Ranks:
             theirs.close()
             self._ranks.append(_Rank(process, ours))
         lifeline.close()
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         if kind is not None:

@@ -6,8 +6,6 @@ it, and so does whatever builds one job after another in a world. When a job is 
 `start_settings` sets what the job may not mention; the steps then set what it asks for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging
@@ -227,7 +225,6 @@ def deterministic() -> tuple[bool, bool]:
 
 
 def set_deterministic(mode: tuple[bool, bool]) -> None:
-    """Set what `deterministic` returns."""
     # The call imports the compiler.
     if mode != deterministic():
         torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])

@@ -11,8 +11,6 @@ threads of gloo, which take the GIL to free a tensor, make a new state each time
 second, it crashed three of four processes within a minute; 3.10, 3.12 and 3.13 did not crash.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler
@@ -63,10 +61,7 @@ def _dump_all_threads(file: int) -> None:
 
 
 def _dump_of_this_thread() -> Callable[[int], None]:
-    """A function that writes the stack of the thread which calls this one.
-
-    It is the interpreter's own function below faulthandler, for one thread.
-    """
+    """What faulthandler itself calls, for the one thread that calls this."""
     # Functions of pythonapi keep the GIL.
     get_state: Any = ctypes.pythonapi.PyThreadState_Get
     get_state.restype = ctypes.c_void_p

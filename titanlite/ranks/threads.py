@@ -7,8 +7,6 @@ torch.distributed's groups, default dtype) are exchanged as it hands over. All r
 or the CPU. What only processes can do is refused by those who start a world.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import ctypes
@@ -31,18 +29,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from titanlite import pickles
 from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.ranks import settings
 from titanlite.ranks.allocations import Allocations
 from titanlite.ranks.hang_state import REMEMBERED_CALLS, stack_of
 from titanlite.ranks.machine import MOST_THREADS, num_cores
 from titanlite.ranks.report import Account, Call, Message, Report, write_report
-from titanlite.ranks.settings import (
-    choose_kernels,
-    deterministic,
-    initial_warnings,
-    keeping_freed_memory,
-    own_settings,
-    set_deterministic,
-)
 from titanlite.ranks.signals import StopRequest
 from titanlite.ranks.thread_group import BACKEND, Exchange, ThreadGroup
 from titanlite.ranks.turns import Turns, current_rank, is_rank
@@ -69,11 +60,11 @@ MOST_COUNTED = 64
 class State:
     """What the process has once, as a rank left it: groups of ranks, generators, dtype."""
 
-    def __init__(self, before: State | None = None) -> None:
+    def __init__(self, before: "State | None" = None) -> None:
         self.names = [(owner, name, getattr(owner, name)) for owner, name in _of_process()]
         self.torch, self.python = torch.get_rng_state(), random.getstate()
         self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        self.dtype, self.deterministic = torch.get_default_dtype(), deterministic()
+        self.dtype, self.deterministic = torch.get_default_dtype(), settings.deterministic()
         # NumPy needs longer for its state than for a turn, and few programs draw from it.
         self.numpy: Any = None
         self.numpy_bytes = _numpy_bytes()
@@ -109,7 +100,7 @@ class State:
             np.random.set_state(self.numpy)
         if torch.get_default_dtype() != self.dtype:
             torch.set_default_dtype(self.dtype)
-        set_deterministic(self.deterministic)
+        settings.set_deterministic(self.deterministic)
 
 
 @functools.cache
@@ -326,12 +317,12 @@ def run_threads(
         raise ConfigError("ranks: a rank that is a thread cannot start ranks as threads")
     arguments = pickles.dumps(args)
     with contextlib.ExitStack() as exits:
-        exits.enter_context(own_settings())
-        initial_warnings()
-        choose_kernels()
+        exits.enter_context(settings.own_settings())
+        settings.initial_warnings()
+        settings.choose_kernels()
         # FakeTensorMode calls it, too. In a thread, a CUDA build of torch 2.11 crashes in it.
         torch._C._ensureCUDADeviceGuardSet()
-        exits.enter_context(keeping_freed_memory())
+        exits.enter_context(settings.keeping_freed_memory())
         exits.enter_context(_threaded_groups())
         _world = world = ThreadWorld(places, stop)
         try:

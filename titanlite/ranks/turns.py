@@ -8,8 +8,6 @@ takes the same turns, a debugger stops the whole world, and a world in which no 
 known at that moment, without a timeout. This module does not import torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import heapq
 import itertools
@@ -133,7 +131,6 @@ class Turns:
         return {one.number: one.waits_for for one in self._ranks if not one.is_done}
 
     def thread_of(self, rank: int) -> int:
-        """The identifier of the thread of a rank."""
         thread = self._ranks[rank].thread
         assert thread is not None
         assert thread.ident is not None
@@ -203,5 +200,4 @@ def current_rank() -> int:
 
 
 def is_rank() -> bool:
-    """Whether this is the thread of a rank."""
     return getattr(_here, "rank", None) is not None

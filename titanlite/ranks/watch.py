@@ -6,8 +6,6 @@ state to the store (account.py). The rank that raised the alarm writes the repor
 all ranks end, even if their main threads are blocked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -26,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titanlite.errors import LostWorldError
-from titanlite.ranks import stacks
+from titanlite.ranks import hang_state, stacks
 from titanlite.ranks.crash_state import (
     GONE,
     RUNNING,
@@ -34,15 +32,6 @@ from titanlite.ranks.crash_state import (
     BlackBox,
     ProcessRecord,
     before_abort,
-)
-from titanlite.ranks.hang_state import (
-    dump_recorders,
-    gpu_is_overdue,
-    is_overdue,
-    sequence_numbers,
-    show_stack,
-    show_stacks,
-    take_account,
 )
 from titanlite.ranks.launch import ALARM, FAULTS, REPORT, Place
 from titanlite.ranks.notices import Notices
@@ -203,7 +192,7 @@ class Watch:
             try:
                 stack = self._stack.read()
                 reason = self._reason(stack)
-                self._box.note(show_stack(stack))
+                self._box.note(hang_state.show_stack(stack))
                 is_alarmed = is_alarmed or bool(reason) or self._others_are_alarmed()
                 if is_alarmed:
                     self._end_together(reason)
@@ -255,7 +244,7 @@ class Watch:
         A rank on a GPU that has not moved for so long may still be well, in a long kernel or a long
         computation on the CPU. So its flight recorder is read only once in each timeout.
         """
-        state = (sequence_numbers(), stack)
+        state = (hang_state.sequence_numbers(), stack)
         now = time.monotonic()
         if state != self._still:
             self._still, self._still_since = state, now
@@ -263,19 +252,21 @@ class Watch:
         seconds = now - self._still_since
         if seconds <= self._timeout_seconds:
             return False
-        if is_overdue(stack, seconds):
+        if hang_state.is_overdue(stack, seconds):
             return True
         if not self._on_gpu or now - self._gpu_seen <= self._timeout_seconds:
             return False
         self._gpu_seen = now
-        return gpu_is_overdue()
+        return hang_state.gpu_is_overdue()
 
     def _end_together(self, reason: str) -> None:
         is_reporter = self._store.add("alarm", 1) == 1
         self._is_answered = True
         if is_reporter and self._folder is not None:
             (self._folder / ALARM).touch()
-        account = take_account(self._rank, self._main, axes=self._axes, error=self._error)
+        account = hang_state.take_account(
+            self._rank, self._main, axes=self._axes, error=self._error
+        )
         self._store.set(f"account/{self._rank}", json.dumps(account.to_json()))
         if is_reporter:
             self._report(account, reason)
@@ -380,9 +371,9 @@ class Watch:
             with contextlib.suppress(OSError):
                 self._traces.folder.mkdir(parents=True, exist_ok=True)
                 name = self._traces.folder / f"{self._traces.prefix}{self._rank}"
-                for backend, dump in dump_recorders().items():
+                for backend, dump in hang_state.dump_recorders().items():
                     name.with_name(name.name + backend).write_bytes(dump)
-                name.with_name(f"{name.name}.txt").write_text(show_stacks())
+                name.with_name(f"{name.name}.txt").write_text(hang_state.show_stacks())
         self._store.set(f"traced/{self._rank}", "1")
 
 

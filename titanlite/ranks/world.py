@@ -4,10 +4,7 @@ open_world does the rendezvous, starts the watchdog and creates the process grou
 rest of the program sees of it.
 """
 
-from __future__ import annotations
-
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.ranks.attempt import agree_on_attempt
-from titanlite.ranks.launch import Place
+from titanlite.ranks.launch import THREADS, Place
 from titanlite.ranks.machine import num_cores
 from titanlite.ranks.settings import keeping_freed_memory, own_settings, prepare_process
 from titanlite.ranks.thread_group import ThreadGroup
@@ -38,7 +35,7 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
-    watch: Watch | ThreadWorld | None = None
+    watch: "Watch | ThreadWorld | None" = None
     """The watchdog, or what needs none; None in a world of one process with one rank."""
 
     @property
@@ -133,7 +130,7 @@ def open_world(
     to `traces`. `describe_place` returns the mesh coordinates of a rank for reports;
     `World.name_places` can set it later.
     """
-    if place.is_thread:
+    if place.rendezvous == THREADS:
         with _open_thread_world(place, device_type, describe_place) as world:
             yield world
         return
@@ -232,17 +229,6 @@ def _meet(place: Place, timeout: timedelta) -> tuple[dict[str, Any], Any]:
     meeting = dist.PrefixStore("default_pg", dist.PrefixStore(attempt, kept))
     # A separate connection: a blocking call would block every user of a shared one.
     return {"store": meeting}, dist.PrefixStore("watch", dist.PrefixStore(attempt, kept.clone()))
-
-
-def free_memory_bytes(device: torch.device) -> int:
-    """The free memory of `device`: of the GPU, or of the machine for the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _set_group_timeouts(seconds: float) -> None:

@@ -1,6 +1,4 @@
-"""A timeline as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing, and back."""
-
-from __future__ import annotations
+"""A timeline as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing."""
 
 import json
 
@@ -53,45 +51,13 @@ def make_trace(timeline: Timeline) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def read_trace(text: str) -> Timeline:
-    """The timeline of a trace that make_trace has written, in milliseconds, without its curves.
-
-    Raises ValueError if `text` is no such trace.
-    """
-    try:
-        events = json.loads(text)["traceEvents"]
-        names = {e["name"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-        threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-        lane_of = {_lane_name(kind): kind for kind in LANES}
-        kind_of = {name: kind for kind, name in NAMES.items() if kind not in LANES}
-        spans: list[Span] = []
-        begun: dict[int, float] = {}
-        for event in events:
-            if event["ph"] == "b":
-                begun[event["id"]] = event["ts"] / 1e3
-            elif event["ph"] == "e":
-                start = begun.pop(event["id"])
-                spans.append(Span(event["tid"], start, event["ts"] / 1e3, lane_of[event["cat"]]))
-            elif event["ph"] == "X":
-                start, args = event["ts"] / 1e3, event["args"]
-                kind = kind_of.get(event["cat"], event["cat"])
-                end = start + event["dur"] / 1e3
-                spans.append(
-                    Span(event["tid"], start, end, kind, args["stage"], args["microbatch"])
-                )
-        rows = [threads[row] for row in range(len(threads))]
-        return Timeline(names["process_name"], rows, spans, unit="ms")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no trace of a timeline: {error!r}") from error
-
-
-def _lane_name(kind: str) -> str:
+def lane_name(kind: str) -> str:
     return NAMES[kind].partition(",")[0]
 
 
 def _asynchronous(number: int, span: Span, factor: float) -> list[dict[str, object]]:
     """The beginning and the end of a span in a track of its own below its row."""
-    name = _lane_name(span.kind)
+    name = lane_name(span.kind)
     common: dict[str, object] = {"name": name, "cat": name, "id": number, "pid": 0, "tid": span.row}
     return [
         {**common, "ph": "b", "ts": span.start * factor},

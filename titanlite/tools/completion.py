@@ -4,8 +4,6 @@ The words are those of the commands' own help and of the keys of a job. They sta
 (completion.bash, which zsh can run too), so that completing a word starts no Python.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The schema as JSON Schema, for editors: titanlite schema > titanlite.schema.json"""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The options of commands that also take a job's keys, and the files they ask for; torch-free."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -18,7 +18,8 @@ from titanlite.observe.metrics import StepRecord
 from titanlite.observe.progress import Progress
 from titanlite.observe.terminal import tell, telling
 from titanlite.plan_row import PlanRow
-from titanlite.quantities import format_bytes, format_count, format_duration, format_table
+from titanlite.quantities import format_bytes, format_count, format_duration
+from titanlite.tools.tables import format_table
 
 ROWS = [
     PlanRow("tensor parallel", "degree 2", "degree 2", "9 modules in 4 blocks"),

@@ -12,12 +12,12 @@ from titanlite.parallelize.tensor_account import (
     BUFFER,
     PARAMETER,
     TensorAccount,
-    describe,
     merged,
     require_whole,
     tensors_of,
 )
 from titanlite.self_check import _bits, _norms
+from titanlite.tools.planner.tensors import describe
 
 
 class Wrapper(nn.Module):

@@ -11,8 +11,9 @@
 Nothing here depends on a plan, except the process groups that parallelize/expert_parallel.py sets.
 """
 
-from titanlite.modules.experts.balancer import Balancer, expert_layers
-from titanlite.modules.experts.layer import ExpertLayer, Experts
-from titanlite.modules.experts.router import Gate, Router
-
-__all__ = ["Balancer", "ExpertLayer", "Experts", "Gate", "Router", "expert_layers"]
+from titanlite.modules.experts.balancer import Balancer as Balancer
+from titanlite.modules.experts.balancer import expert_layers as expert_layers
+from titanlite.modules.experts.layer import ExpertLayer as ExpertLayer
+from titanlite.modules.experts.layer import Experts as Experts
+from titanlite.modules.experts.router import Gate as Gate
+from titanlite.modules.experts.router import Router as Router

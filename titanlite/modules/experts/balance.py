@@ -10,8 +10,6 @@ each microbatch runs once. So tokens are counted, and the auxiliary loss gets it
 Source of the loss: arXiv 2412.19437, equations 17 to 20.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +33,6 @@ class Tally:
         self.dropped: Tensor | None = None
 
     def add(self, counts: Tensor, loss: Tensor | None, dropped: Tensor | None = None) -> None:
-        """Add a microbatch."""
         if dropped is not None:
             self.dropped = dropped if self.dropped is None else self.dropped + dropped
         self.counts = counts if self.counts is None else self.counts + counts

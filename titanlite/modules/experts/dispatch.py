@@ -7,8 +7,6 @@ in the backward pass too, so no sum depends on the order in which threads or ran
 With expert parallelism, an Exchange sends each slot to the rank that holds its expert, and back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -121,17 +119,14 @@ def host_sizes(total: int, *counts: Tensor) -> list[list[int]]:
     Without values (on "meta", or traced as fake tensors) `total` is split evenly in each.
     """
     if counts[0].is_meta or isinstance(counts[0], FakeTensor):
-        return [_even(total, count.numel()) for count in counts]
+        sizes = [count.numel() for count in counts]
+        return [[total // n + (index < total % n) for index in range(n)] for n in sizes]
     values = torch.cat(counts).tolist()
     found = []
     for count in counts:
         found.append(values[: count.numel()])
         values = values[count.numel() :]
     return found
-
-
-def _even(total: int, parts: int) -> list[int]:
-    return [total // parts + (index < total % parts) for index in range(parts)]
 
 
 def _all_to_all(x: Tensor, received: list[int], sent: list[int], name: str) -> Tensor:

@@ -1,7 +1,5 @@
 """apply_ac: save fewer activations, and recompute the others in the backward pass."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """apply_compile: compile a model block by block, so that equal blocks share one graph."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ gathered for the routed experts. The gate is replicated (GateLocal). If blocks h
 instead, each rank takes its shard of the tokens and the outputs are gathered.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """apply_fsdp: shard parameters, gradients and optimizer state with FSDP2, over one or two axes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

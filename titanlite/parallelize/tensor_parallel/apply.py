@@ -1,7 +1,5 @@
 """apply_tp: shard a model's modules over the tp axis by the styles of its plan."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ reads it, and a job can start from its weights (checkpoint.initial_load_path). R
 not saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

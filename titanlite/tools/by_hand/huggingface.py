@@ -4,8 +4,6 @@ The model may be plain or parallelized by hand: its parameters are tensors or DT
 transformers, or of a class that is registered with an HFFormat and keeps its sizes as `config`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

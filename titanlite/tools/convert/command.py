@@ -151,8 +151,6 @@ def to_hf_folder(
 
 def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
     """Write a .safetensors file as a checkpoint of weights; returns the number of elements."""
-    from titanlite.checkpoint.weights import read_config, read_tensors
-
     tensors = read_tensors(source)
     if not tensors:
         raise ConfigError(f"{source} has no tensors; give another file")
@@ -166,7 +164,7 @@ def from_hf_folder(
 
     `model` is the registered model that gets the weights; its sizes are those of config.json.
     """
-    from titanlite.checkpoint.weights import opened_weights, read_config
+    from titanlite.checkpoint.weights import opened_weights
     from titanlite.modules.tied import find_tied
 
     written = read_config(source)
@@ -238,7 +236,7 @@ def _read_checkpoint(
 
     from titanlite.checkpoint import storage
     from titanlite.checkpoint.state import MODEL
-    from titanlite.checkpoint.weights import opened_weights, read_tensors
+    from titanlite.checkpoint.weights import opened_weights
 
     path, manifest = find_checkpoint(source)
     try:
@@ -306,10 +304,7 @@ def _write_checkpoint(
     plan: str,
     buffers: Container[str] = (),
 ) -> int:
-    """Write a checkpoint of weights; returns the number of elements.
-
-    The tensors that are `buffers` are no parameters, and keep their dtype.
-    """
+    """Write a checkpoint of weights; `buffers` keep their dtype. Returns the number of elements."""
     import torch
 
     from titanlite.checkpoint import storage
@@ -354,10 +349,7 @@ def _write_checkpoint(
 
 @contextlib.contextmanager
 def _making(out: Path) -> Iterator[Path]:
-    """A temporary name beside `out`, to write to and then rename; removed at the end if it exists.
-
-    Raises ConfigError if writing fails.
-    """
+    """A name beside `out`, to write to and then rename; raises ConfigError if writing fails."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     from titanlite.checkpoint.storage import cause_line, first_cause
@@ -375,3 +367,36 @@ def _making(out: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a .safetensors file, or a folder of them; raises ConfigError."""
+    from titanlite.checkpoint.weights import Names, explaining, opened_weights
+
+    with opened_weights(path, Names()) as opened:
+        tensors = {}
+        for name, (file, stored) in opened.tensors.items():
+            with explaining(file):
+                tensors[name] = stored.get_tensor(name)
+    return tensors
+
+
+def read_config(path: Path) -> dict[str, Any] | None:
+    """The job's configuration in a .safetensors file; None if titanlite did not write the file.
+
+    Raises ConfigError if the configuration is not valid.
+    """
+    from titanlite.checkpoint.weights import CONFIG_KEY, files_of, opened_file
+
+    file = files_of(path)[0]
+    with opened_file(file) as stored:
+        text = (stored.metadata() or {}).get(CONFIG_KEY)
+    if not text:
+        return None
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict) or not all(isinstance(keys, dict) for keys in config.values()):
+        raise ConfigError(f"checkpoint: {file} has a {CONFIG_KEY} that is not a configuration")
+    return config

@@ -5,8 +5,6 @@ not used. It may only define the model, its number format, and how samples are d
 has a key of ASKED, the user must give the value.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command `titanlite debug`: pdb in a rank of a job whose ranks are threads of this process."""
 
-from __future__ import annotations
-
 import pdb
 import sys
 import threading
@@ -170,7 +168,6 @@ class Debugging:
         self.rank = rank
 
     def at_breakpoint(self, *_: Any, **__: Any) -> None:
-        """What breakpoint() does."""
         from titanlite.ranks.threads import thread_world
         from titanlite.ranks.turns import current_rank
 

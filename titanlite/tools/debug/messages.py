@@ -4,8 +4,6 @@ The ranks are threads of this process (titanlite.ranks.threads), whose exchange 
 collective and message. The record is one of the lab's, which draws it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import sys
@@ -25,18 +23,8 @@ from titanlite.ranks.settings import ignore_warnings
 from titanlite.ranks.threads import thread_world
 from titanlite.ranks.turns import current_rank, is_rank
 from titanlite.ranks.world import open_world
+from titanlite.tools.lab import record
 from titanlite.tools.lab.pictures import Record
-from titanlite.tools.lab.record import (
-    COLLECTIVE,
-    NO_TENSOR,
-    RECEIVE,
-    RESUME,
-    RETURN,
-    SEND,
-    WAIT,
-    Event,
-    TensorInfo,
-)
 
 # The key of a node of autograd's graph under which its module's name is kept.
 MODULE = "titanlite.module"
@@ -49,8 +37,7 @@ def record_step(job: ResolvedJob, step: int) -> Record:
     return Record(spawn(_on_rank, job.dims.world_size, job, step, threads=True))
 
 
-def _on_rank(place: Place, resolved: ResolvedJob, step: int) -> list[Event]:
-    """What this rank did in the step."""
+def _on_rank(place: Place, resolved: ResolvedJob, step: int) -> list[record.Event]:
     with open_world(place) as world:
         job = build_job(resolved, world)
         for number in range(1, step):
@@ -68,7 +55,7 @@ class StepListener:
     """Makes the events of each rank, from when it begins to record until it ends."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.events: list[list[Event]] = [[] for _ in range(num_ranks)]
+        self.events: list[list[record.Event]] = [[] for _ in range(num_ranks)]
         self._numbers = itertools.count(1)
         self._clock = itertools.count()
         self._names: dict[int, dict[int, str]] = {}
@@ -87,7 +74,7 @@ class StepListener:
         self._inside[rank] = []
         yield
         del self._names[rank]
-        self._add(rank, RETURN, next(self._numbers))
+        self._add(rank, record.RETURN, next(self._numbers))
 
     # What the exchange calls.
 
@@ -105,19 +92,21 @@ class StepListener:
         operation = call.operation.partition(" ")[0]
         shape = tuple(tensors[0].shape) if len(tensors) == 1 else (call.num_elements,)
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        info = TensorInfo(call.dtype, shape, num_bytes) if tensors else NO_TENSOR
+        info = record.TensorInfo(call.dtype, shape, num_bytes) if tensors else record.NO_TENSOR
         function = call.site.rpartition(" in ")[2]
         label = self._module(rank) or function.strip("_").replace("_", " ")
-        self._add(rank, COLLECTIVE, number, operation, label, ranks, call.group, info, call.site)
+        self._add(
+            rank, record.COLLECTIVE, number, operation, label, ranks, call.group, info, call.site
+        )
         return number
 
     def message(self, rank: int, peer: int, tensor: Tensor, channel: str, *, is_send: bool) -> int:
         if rank not in self._names:
             return 0
         number = next(self._numbers)
-        kind = SEND if is_send else RECEIVE
+        kind = record.SEND if is_send else record.RECEIVE
         where = self._module(rank), (peer,), channel
-        self._add(rank, kind, number, "", *where, TensorInfo.of(tensor))
+        self._add(rank, kind, number, "", *where, record.TensorInfo.of(tensor))
         return number
 
     @contextlib.contextmanager
@@ -125,13 +114,13 @@ class StepListener:
         rank = current_rank()
         is_recorded = number > 0 and rank in self._names
         if is_recorded:
-            self._add(rank, WAIT, number)
+            self._add(rank, record.WAIT, number)
         yield
         if is_recorded:
-            self._add(rank, RESUME, number)
+            self._add(rank, record.RESUME, number)
 
     def _add(self, rank: int, kind: str, number: int, *rest: Any) -> None:
-        self.events[rank].append(Event(rank, next(self._clock), kind, number, *rest))
+        self.events[rank].append(record.Event(rank, next(self._clock), kind, number, *rest))
 
     # Which module a call is made in.
 

@@ -1,7 +1,5 @@
 """A small SVG canvas and the colours of ranks, for drawings made of a few shapes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

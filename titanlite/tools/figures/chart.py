@@ -1,7 +1,5 @@
 """A chart as SVG: lines and points over a linear or logarithmic axis, with markers and a key."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 pyplot keeps global state and looks for a display.
 """
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

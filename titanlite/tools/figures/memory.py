@@ -1,7 +1,5 @@
 """The memory of workers over time, stacked by what fills it, as a PNG or SVG."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path

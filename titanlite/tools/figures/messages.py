@@ -4,8 +4,6 @@ Rows are ranks, time goes to the right. An arrow is a message, a box is work, an
 collective whose messages are not visible.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

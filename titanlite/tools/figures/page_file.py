@@ -1,7 +1,5 @@
 """Self-contained HTML pages, each of a file .html with its .css and .js (page/)."""
 
-from __future__ import annotations
-
 import json
 from html import escape
 from pathlib import Path

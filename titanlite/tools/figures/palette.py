@@ -3,8 +3,6 @@
 Where the text of a cell is its stage, the hue is that of the microbatch (`fill`).
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 PHASES = {

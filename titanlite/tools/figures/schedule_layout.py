@@ -3,8 +3,6 @@
 schedule_svg.py and schedule_png.py draw what `marks` yields; a page looks up `cells`.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,7 +70,7 @@ class Label(NamedTuple):
     height: float
 
 
-Mark: TypeAlias = "Box | SpanBox | Text | Line | Label"
+Mark: TypeAlias = Box | SpanBox | Text | Line | Label
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Canvas:
     legend: Mapping[str, str] = field(default_factory=dict)  # colours, by what they mean
 
     @classmethod
-    def of(cls, timeline: Timeline, width: float = 0) -> Canvas:
+    def of(cls, timeline: Timeline, width: float = 0) -> "Canvas":
         """With a `width` in pixels, or as wide as the texts of the cells need."""
         rows = len(timeline.rows)
         work_height = 24.0 if rows <= 12 else 16.0 if rows <= 24 else 12.0 if rows <= 48 else 9.0

@@ -1,7 +1,5 @@
 """A timeline as a PNG file, drawn with Pillow: the same picture as the SVG, in pixels."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from math import sqrt
 from pathlib import Path

@@ -3,8 +3,6 @@
 One row per rank, time across, coloured by microbatch, curves below.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby

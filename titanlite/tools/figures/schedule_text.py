@@ -1,7 +1,5 @@
 """A timeline as text for a terminal: one row per rank, in colour if supported."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """The points of a sweep as a PNG or SVG: bubble against memory, makespan against workers."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Hashable, Sequence
 from pathlib import Path

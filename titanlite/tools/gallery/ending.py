@@ -1,7 +1,5 @@
 """The end of a run: the loss curve, the load of experts, and samples beside real ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

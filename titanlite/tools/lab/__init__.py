@@ -44,7 +44,6 @@ _HOME = {
         "setup",
         "single_process_main",
         "spawn",
-        "summarize_tensor",
     ),
     "communicator": ("ChannelCommunicator", "Communicator", "TorchCommunicator", "over_channels"),
     "data_parallel": ("GradientBuckets", "data_parallelism_main"),
@@ -64,6 +63,5 @@ _HOME = {
     "context_parallel": ("ring_attention", "shard_sequence", "unshard_sequence"),
     "bandwidth": ("Bandwidth", "measure_bandwidth"),
 }
-__all__ = sorted(name for names in _HOME.values() for name in names)
 
 lazy(__name__, _HOME)

@@ -6,8 +6,6 @@ bytes on W ranks, a rank sends 2 (W-1)/W n in an all-reduce, and (W-1)/W n in an
 reduce-scatter.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -6,8 +6,6 @@ has a shape but no data: its messages are counted but not sent, so a program can
 that do not fit into memory. On a slow link (link.py) messages between devices are delayed.
 """
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections.abc import Callable
@@ -32,7 +30,7 @@ class Transfer:
         self,
         work: Any,
         tensor: torch.Tensor,
-        unfinished: set[Transfer],
+        unfinished: "set[Transfer]",
         end: Callable[[], float] | None = None,
     ) -> None:
         self._work = work

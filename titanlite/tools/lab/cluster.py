@@ -13,8 +13,7 @@ that unequal sizes, unequal collectives and deadlocks are errors that name both 
 (diagnosis.py), and gives them to the caller as `record`.
 """
 
-from __future__ import annotations
-
+import contextlib
 import functools
 import math
 import queue
@@ -51,7 +50,7 @@ START_SECONDS = 120
 LOOK_SECONDS = 0.03
 
 
-class VirtualCluster:
+class VirtualCluster(contextlib.AbstractContextManager["VirtualCluster"]):
     """One process per device of a mesh; the processes run the jobs given to `run`.
 
     Args:
@@ -93,9 +92,6 @@ class VirtualCluster:
         self._record: Record | None = None
         self._logs: Logs | None = None
         self._looked: tuple[list[int], bool] = ([], False)
-
-    def __enter__(self) -> VirtualCluster:
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self.close()

@@ -4,8 +4,6 @@ The options of experiments are the keyword parameters of their functions, as `--
 option that an experiment does not have is an error, not ignored.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import math

@@ -5,8 +5,6 @@ and the lab's collectives, so every message is counted and can be delayed by a s
 collectives in the order in which they were started, while the device computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -98,7 +96,7 @@ class ChannelCommunicator:
         self._device = device
         self._thread = ThreadPoolExecutor(1, f"communication of rank {device.rank}")
 
-    def __enter__(self) -> ChannelCommunicator:
+    def __enter__(self) -> "ChannelCommunicator":
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:

@@ -9,8 +9,6 @@ every pair of a query chunk with a later key chunk, so the layout determines eac
 Shapes: H heads, n tokens per device, E features per head; a batch dimension may precede H.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """The cost of a run: floating-point operations, messages, bytes and collectives."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
@@ -45,7 +43,7 @@ class Counts:
     torch_collectives: Counter[str] = field(default_factory=Counter)
     torch_collective_bytes: Counter[str] = field(default_factory=Counter)
 
-    def __add__(self, other: Counts) -> Counts:
+    def __add__(self, other: "Counts") -> "Counts":
         """The sum; `collectives` are those of the first, since all devices of a group take part."""
         sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
         return Counts(**{**sums, "collectives": self.collectives or other.collectives})

@@ -7,24 +7,13 @@ goes on, as in DistributedDataParallel (Li et al. 2020, https://arxiv.org/abs/20
 section 3.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
 from torch.profiler import record_function
 
+from titanlite.tools.lab import lecture
 from titanlite.tools.lab.communicator import Communicator, Pending, TorchCommunicator
-from titanlite.tools.lab.lecture import (
-    TrainingRecord,
-    chain,
-    cleanup,
-    get_device,
-    get_layers,
-    int_divide,
-    setup,
-    train,
-)
 
 
 def data_parallelism_main(
@@ -37,27 +26,27 @@ def data_parallelism_main(
     overlap: bool = False,
     bucket_bytes: int = 0,
     communicator: Communicator | None = None,
-) -> TrainingRecord:
+) -> lecture.TrainingRecord:
     """Train on this rank's equal share of the rows of `data` (batch, num_dim); average gradients.
 
     A bucket is full when it holds `bucket_bytes` or more; with 0, every gradient is a bucket. The
     mean of the ranks' gradients is the gradient of the global mean only if all parts have the same
     size. Raises ValueError if the batch does not divide evenly.
     """
-    setup(rank, world_size)
+    lecture.setup(rank, world_size)
     communicator = communicator or TorchCommunicator()
-    local_batch_size = int_divide(data.size(0), world_size)
-    data = data.split(local_batch_size)[rank].to(get_device(rank))
-    params = get_layers(data, range(num_layers), rank)
+    local_batch_size = lecture.int_divide(data.size(0), world_size)
+    data = data.split(local_batch_size)[rank].to(lecture.get_device(rank))
+    params = lecture.get_layers(data, range(num_layers), rank)
     weights = list(params.values())
     gradients = GradientBuckets(weights, bucket_bytes, communicator, overlap=overlap)
-    record = TrainingRecord()
+    record = lecture.TrainingRecord()
     record.held_bytes["parameters"] = sum(param.nbytes for param in weights)
 
     def forward_and_backward() -> torch.Tensor:
         # The names of blocks appear in the record of a run and in profiles.
         with record_function("forward"):
-            loss = chain(data, weights).square().mean()
+            loss = lecture.chain(data, weights).square().mean()
         with record_function("backward"):
             loss.backward()
         with record.waiting():
@@ -65,8 +54,8 @@ def data_parallelism_main(
         record.held_bytes["gradients"] = sum(bucket.flat.nbytes for bucket in gradients.buckets)
         return loss.detach()
 
-    train(record, params, num_steps, forward_and_backward)
-    cleanup()
+    lecture.train(record, params, num_steps, forward_and_backward)
+    lecture.cleanup()
     return record
 
 

@@ -4,8 +4,6 @@ It has its position on the mesh and the channels to its peers and to the host, a
 collective over any axes of the mesh, built from send and receive.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import ModuleType

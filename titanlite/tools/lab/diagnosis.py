@@ -4,8 +4,6 @@ A deadlock needs no timeout to be seen. A device that waits can go on only when 
 something. If every one of those peers has ended or waits in the same way, none ever will.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from titanlite.errors import RankError, number_ranks

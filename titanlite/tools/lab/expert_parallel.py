@@ -10,8 +10,6 @@ A slot is one (token, expert) pair. Shapes: N tokens per device, K experts per t
 hidden features, E experts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ class Experts:
     def __len__(self) -> int:
         return self.w1.size(0)
 
-    def shard(self, rank: int, world_size: int) -> Experts:
+    def shard(self, rank: int, world_size: int) -> "Experts":
         """The experts of one rank. Raises ValueError if they do not divide evenly."""
         if len(self) % world_size:
             raise ValueError(f"{len(self)} experts cannot be divided among {world_size} ranks")

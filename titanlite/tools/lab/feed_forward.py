@@ -10,8 +10,6 @@ Between the collectives, every device computes in one local layout: its shard of
 model dimension, and its shard of the hidden dimension. Other layouts are resharded to it and back.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass, field
 
@@ -49,7 +47,7 @@ class FeedForwardSharding:
     o: TensorSharding = field(default_factory=lambda: whole(3))
 
     @classmethod
-    def gspmd(cls, data: Axes, tensor: Axes) -> FeedForwardSharding:
+    def gspmd(cls, data: Axes, tensor: Axes) -> "FeedForwardSharding":
         """The GSPMD layout with these data and tensor axes."""
         return cls(
             x=TensorSharding(data, None, tensor),

@@ -1,7 +1,5 @@
 """Group: the devices of one collective, with this device's position and its channels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

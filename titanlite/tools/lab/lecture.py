@@ -6,8 +6,6 @@ on the layer, not on the rank or the sharding, so every parallelism starts from 
 single process and must end with its results.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -144,13 +142,6 @@ def get_init_params(
     full = torch.randn(num_inputs, num_columns, generator=generator, dtype=torch.float64)
     columns = full[:, shard * num_outputs : (shard + 1) * num_outputs] / math.sqrt(num_columns)
     return nn.Parameter(columns.to(get_device(rank), dtype).contiguous())
-
-
-def summarize_tensor(tensor: torch.Tensor) -> str:
-    """The shape and first values of a tensor, such as "2x3[0.10, -0.52, 1.30...]"."""
-    first = ", ".join(f"{value:.4g}" for value in tensor.detach().flatten()[:3].tolist())
-    more = "..." if tensor.numel() > 3 else ""
-    return "x".join(map(str, tensor.shape)) + f"[{first}{more}]"
 
 
 def get_layers(

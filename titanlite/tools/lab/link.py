@@ -6,8 +6,6 @@ so the times are those of a cluster in which every device has its own hardware, 
 seen.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass

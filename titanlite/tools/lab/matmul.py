@@ -6,8 +6,6 @@ stay sharded. The policies are those of J. Austin et al., How to Scale Your Mode
 https://jax-ml.github.io/scaling-book/sharding, and of pjit.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass, field
 

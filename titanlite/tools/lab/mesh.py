@@ -4,8 +4,6 @@ A device has a rank (its position in row-major order) and a MeshIndex (its coord
 Devices that differ only along some axes form a group; a collective runs within a group.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -54,7 +52,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of devices."""
         return math.prod(self.sizes.values())
 
     def __iter__(self) -> Iterator[MeshIndex]:
@@ -72,7 +69,6 @@ class Mesh:
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
 
     def index(self, rank: int) -> MeshIndex:
-        """The index of a rank."""
         if not 0 <= rank < self.size:
             raise MeshError(f"rank {rank} is not on {self}, which has {self.size} devices")
         coordinates = []
@@ -82,7 +78,6 @@ class Mesh:
         return MeshIndex(self.axes, tuple(reversed(coordinates)))
 
     def rank(self, index: MeshIndex) -> int:
-        """The rank at an index."""
         rank = 0
         for axis, size in self.sizes.items():
             rank = rank * size + index[axis]

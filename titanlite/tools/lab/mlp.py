@@ -1,7 +1,5 @@
 """A pipelined multilayer perceptron: dense layers split into stages, with a manual backward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

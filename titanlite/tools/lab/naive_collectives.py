@@ -5,8 +5,6 @@ on every device of the group; in one call, tensors have the same shape on all de
 adds in group order, so all results are bitwise equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

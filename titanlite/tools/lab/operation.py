@@ -1,7 +1,5 @@
 """Operation: a job on global inputs that a cluster distributes; and one on sharded tensors."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any

@@ -5,20 +5,11 @@ digits of any sum tell which ranks' parts it is made of. The letter is the rank 
 the part: a0+b0 is the sum of part 0 of ranks 0 and 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from titanlite.tools.figures.messages import (
-    Arrow,
-    Bar,
-    MessagePicture,
-    WorkBox,
-    draw_page,
-    draw_svg,
-)
+from titanlite.tools.figures import messages
 from titanlite.tools.lab.record import Message, Recorded, Steps, TensorInfo, TorchCall
 from titanlite.tools.lab.steps import make_steps
 
@@ -42,11 +33,11 @@ class Record(Recorded):
 
     def svg(self, title: str = "", caption: str = "", rows: Sequence[str] = ()) -> str:
         """The picture of the run: messages as arrows between ranks (`rows`), over steps."""
-        return draw_svg(picture_of(self, title, caption, rows=rows))
+        return messages.draw_svg(picture_of(self, title, caption, rows=rows))
 
     def html(self, title: str = "", caption: str = "", rows: Sequence[str] = ()) -> str:
         """A self-contained page that steps through the run with the arrow keys."""
-        return draw_page(picture_of(self, title, caption, rows=rows))
+        return messages.draw_page(picture_of(self, title, caption, rows=rows))
 
     def _repr_svg_(self) -> str:
         """The picture, which a notebook shows."""
@@ -63,7 +54,7 @@ def picture_of(
     before: Sequence[str] = (),
     after: Sequence[str] = (),
     held: Sequence[Sequence[Sequence[str]]] | None = None,
-) -> MessagePicture:
+) -> messages.MessagePicture:
     """The messages, blocks of work and torch collectives of a run, on the clock of its steps.
 
     `rows` names the ranks, and `name` gives the text of a message. By default it is the label, else
@@ -73,7 +64,7 @@ def picture_of(
     steps = record.steps
     texts = {id(each): (name or name_of)(each.message) for each in steps.flights}
     arrows = [
-        Arrow(
+        messages.Arrow(
             each.message.source,
             each.message.target,
             each.start,
@@ -83,14 +74,14 @@ def picture_of(
         for each in steps.flights
     ]
     bars = [_bar(each) for each in steps.calls]
-    return MessagePicture(
+    return messages.MessagePicture(
         title,
         caption,
         rows or [f"rank {rank}" for rank in range(record.num_ranks)],
         steps.length,
         arrows,
         [
-            WorkBox(each.rank, each.start, each.end, each.name)
+            messages.WorkBox(each.rank, each.start, each.end, each.name)
             for each in steps.blocks
             if each.is_work
         ],
@@ -130,19 +121,21 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _bar(each: TorchCall) -> Bar:
+def _bar(each: TorchCall) -> messages.Bar:
     call = each.call
     event = call.events[call.ranks[0]]
     name = call.names[call.ranks[0]]
     if not event.tensor.dtype:
-        return Bar(call.ranks, each.start, event.name, name)
+        return messages.Bar(call.ranks, each.start, event.name, name)
     what = f" {event.label}" if event.label else ""
     hover = f"{name}{what}: {event.tensor} on each rank"
-    return Bar(call.ranks, each.start, f"{event.name}{what}, {size(event.tensor.nbytes)}", hover)
+    return messages.Bar(
+        call.ranks, each.start, f"{event.name}{what}, {size(event.tensor.nbytes)}", hover
+    )
 
 
 def _received(
-    length: int, num_ranks: int, arrows: Sequence[Arrow], bars: Sequence[Bar]
+    length: int, num_ranks: int, arrows: Sequence[messages.Arrow], bars: Sequence[messages.Bar]
 ) -> list[list[list[str]]]:
     """What each rank has received by each step, in messages and in collectives of torch."""
     arrivals = [(arrow.start, arrow.target, arrow.text) for arrow in arrows]
@@ -158,7 +151,7 @@ def _received(
     return held
 
 
-def tagged(rank: int, num_parts: int) -> torch.Tensor:
+def tagged(rank: int, num_parts: int) -> "torch.Tensor":
     """The tensor of a rank in which element i, its part i, is (i + 1) * 10^rank (int64)."""
     import torch
 

@@ -6,24 +6,13 @@ A rank runs a list of actions, each the forward or backward of a microbatch. GPi
 early as possible. It takes the same time, but stage s of W holds at most W - s microbatches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
 from torch.profiler import record_function
 
+from titanlite.tools.lab import lecture
 from titanlite.tools.lab.communicator import Communicator, Pending, TorchCommunicator
-from titanlite.tools.lab.lecture import (
-    TrainingRecord,
-    chain,
-    cleanup,
-    get_device,
-    get_layers,
-    int_divide,
-    setup,
-    train,
-)
 
 FORWARD, BACKWARD = "forward", "backward"
 Action = tuple[str, int]
@@ -40,7 +29,7 @@ def pipeline_parallelism_main(
     schedule: str = "1f1b",
     overlap: bool = False,
     communicator: Communicator | None = None,
-) -> TrainingRecord:
+) -> lecture.TrainingRecord:
     """Train on all of `data` (batch, num_dim) with this rank's num_layers / world_size layers.
 
     W ranks and M microbatches take (W-1) M sends forward and as many backward. With `overlap`, the
@@ -48,19 +37,21 @@ def pipeline_parallelism_main(
     record has losses. Raises ValueError if layers or batch do not divide evenly, KeyError for a
     schedule other than "gpipe" and "1f1b".
     """
-    setup(rank, world_size)
+    lecture.setup(rank, world_size)
     communicator = communicator or TorchCommunicator()
-    data = data.to(get_device(rank))
-    local_num_layers = int_divide(num_layers, world_size)
-    int_divide(data.size(0), num_micro_batches)
-    params = get_layers(data, range(rank * local_num_layers, (rank + 1) * local_num_layers), rank)
+    data = data.to(lecture.get_device(rank))
+    local_num_layers = lecture.int_divide(num_layers, world_size)
+    lecture.int_divide(data.size(0), num_micro_batches)
+    params = lecture.get_layers(
+        data, range(rank * local_num_layers, (rank + 1) * local_num_layers), rank
+    )
     actions = SCHEDULES[schedule](rank, world_size, num_micro_batches)
-    record = TrainingRecord()
+    record = lecture.TrainingRecord()
 
     def forward_and_backward() -> float | None:
         return run_stage(
             actions,
-            lambda x: chain(x, params.values()),
+            lambda x: lecture.chain(x, params.values()),
             # Only the first stage reads the data; the others use only its shape.
             data.chunk(num_micro_batches),
             communicator,
@@ -70,8 +61,8 @@ def pipeline_parallelism_main(
             overlap=overlap,
         )
 
-    train(record, params, num_steps, forward_and_backward)
-    cleanup()
+    lecture.train(record, params, num_steps, forward_and_backward)
+    lecture.cleanup()
     return record
 
 
@@ -103,7 +94,7 @@ def run_stage(
     *,
     previous_rank: int | None,
     next_rank: int | None,
-    record: TrainingRecord,
+    record: lecture.TrainingRecord,
     overlap: bool,
 ) -> float | None:
     """Run the actions of one stage; return the loss on the last stage.

@@ -6,8 +6,6 @@ the next cycle. Stage i is S - 1 - i stages earlier and starts them in cycle N +
 takes 2 (N + S - 1) cycles, and a stage is idle in 2 (S - 1) of them.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,8 +57,7 @@ class Pipeline:
         """The fraction of cycles in which a stage is idle: (S - 1) / (N + S - 1)."""
         return (self.num_stages - 1) / (self.num_runs + self.num_stages - 1)
 
-    def stage(self, index: int, cycle: int) -> PipelineStage:
-        """The stage `index` in the cycle `cycle`."""
+    def stage(self, index: int, cycle: int) -> "PipelineStage":
         return PipelineStage(self, index, cycle)
 
     def __str__(self) -> str:

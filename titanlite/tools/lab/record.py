@@ -5,8 +5,6 @@ the run goes on, to see mistakes and deadlocks (diagnosis.py), and afterwards, t
 (steps.py computes the step of each message, pictures.py the picture).
 """
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from collections import Counter, defaultdict
@@ -32,7 +30,7 @@ class TensorInfo(NamedTuple):
     values: tuple[float, ...] | None = None
 
     @classmethod
-    def of(cls, tensor: Any, values: tuple[float, ...] | None = None) -> TensorInfo:
+    def of(cls, tensor: Any, values: tuple[float, ...] | None = None) -> "TensorInfo":
         return cls(
             str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes, values
         )

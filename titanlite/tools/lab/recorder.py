@@ -6,8 +6,6 @@ as those of the virtual device. An event is written before the device can block 
 call, so the log of a hung device is complete. It takes 2 to 5 microseconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
@@ -25,24 +23,9 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from titanlite.tools.lab import record
 from titanlite.tools.lab.counts import KINDS, Counts, tensors_in
 from titanlite.tools.lab.link import sleep_until
-from titanlite.tools.lab.record import (
-    BEGIN,
-    COLLECTIVE,
-    END,
-    ENTER,
-    LEAVE,
-    NO_TENSOR,
-    RECEIVE,
-    RESUME,
-    RETURN,
-    SEND,
-    WAIT,
-    Event,
-    TensorInfo,
-    packed,
-)
 
 # Values are recorded for tensors of at most this many elements.
 MOST_VALUES = 64
@@ -79,15 +62,15 @@ class Recorder:
             _, number = self._works.pop(id(work), (None, None))
             if number is None:
                 return own_wait(work, *args, **options)
-            self._write(WAIT, number)
+            self._write(record.WAIT, number)
             result = own_wait(work, *args, **options)
-            self._write(RESUME, number)
+            self._write(record.RESUME, number)
             return result
 
         Work.wait = wait  # type: ignore[method-assign, assignment]
         try:
             yield
-            self._write(RETURN, next(self._numbers))
+            self._write(record.RETURN, next(self._numbers))
         finally:
             Work.wait = own_wait  # type: ignore[method-assign]
             self._works.clear()
@@ -99,9 +82,9 @@ class Recorder:
     ) -> Iterator[None]:
         """A collective of the virtual device. `tensor` has the same shape on all of its ranks."""
         number = next(self._numbers)
-        self._write(BEGIN, number, name, label, ranks, "", tensor)
+        self._write(record.BEGIN, number, name, label, ranks, "", tensor)
         yield
-        self._write(END, number, name, label, ranks)
+        self._write(record.END, number, name, label, ranks)
 
     def message(self, kind: str, peer: int, tensor: torch.Tensor, channel: str = "") -> int:
         """A send or a receive; returns the number of its event."""
@@ -118,11 +101,11 @@ class Recorder:
             block = args[0].rpartition(".")[2] if is_own else args[0]
             blocks.append((next(self._numbers), block))
             if block != "zero_grad":
-                self._write(ENTER, *blocks[-1])
+                self._write(record.ENTER, *blocks[-1])
         elif func._opname == "_record_function_exit" and blocks:
             number, block = blocks.pop()
             if block != "zero_grad":
-                self._write(LEAVE, number, block)
+                self._write(record.LEAVE, number, block)
 
     def communication(self, func: Any, args: Any) -> int | None:
         """A call of torch.distributed that is about to run; its number, if it is recorded."""
@@ -134,7 +117,7 @@ class Recorder:
         name = func._opname.strip("_")
         if name in ("send", "recv"):
             _, _, peer, tag = args
-            kind = SEND if name == "send" else RECEIVE
+            kind = record.SEND if name == "send" else record.RECEIVE
             default: Any = dist.group.WORLD
             is_default = group.group_name == default.group_name and not tag
             channel = "" if is_default else f"{group.group_name} {tag}"
@@ -146,7 +129,7 @@ class Recorder:
         tensor = (
             None if kind == "barrier" else min(tensors_in(args[:2]), key=lambda one: one.nbytes)
         )
-        self._write(COLLECTIVE, number, kind, "", ranks, group.group_name, tensor)
+        self._write(record.COLLECTIVE, number, kind, "", ranks, group.group_name, tensor)
         return number
 
     def started(self, number: int, result: Any) -> None:
@@ -164,12 +147,14 @@ class Recorder:
         channel: str = "",
         tensor: torch.Tensor | None = None,
     ) -> None:
-        info = NO_TENSOR
+        info = record.NO_TENSOR
         if tensor is not None:
             # A tensor to receive into has no values yet.
-            is_kept = self._keeps_values and kind != RECEIVE and not tensor.is_meta
+            is_kept = self._keeps_values and kind != record.RECEIVE and not tensor.is_meta
             is_kept = is_kept and tensor.numel() <= MOST_VALUES
-            info = TensorInfo.of(tensor, tuple(tensor.flatten().tolist()) if is_kept else None)
+            info = record.TensorInfo.of(
+                tensor, tuple(tensor.flatten().tolist()) if is_kept else None
+            )
         where = _caller() if peers else ""
         blocks = self._blocks.setdefault(threading.get_ident(), [])
         if peers and not label and blocks:
@@ -177,7 +162,7 @@ class Recorder:
         seconds = time.monotonic() - self._start
         thread = list(self._blocks).index(threading.get_ident())
         what = (number, name, label, peers, channel, info, where, thread)
-        os.write(self._file, packed(Event(self._rank, seconds, kind, *what)))
+        os.write(self._file, record.packed(record.Event(self._rank, seconds, kind, *what)))
 
 
 def _caller() -> str:

@@ -5,8 +5,6 @@ transposition of axes are special cases. Senders and receivers compute the same 
 from the two shardings: which box of each new shard is on which device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 

@@ -6,8 +6,6 @@ all-reduce algorithms for clusters of workstations", 2009). Signatures and resul
 in naive_collectives.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ A tensor is replicated along every axis that shards none of its dimensions. Ever
 computed on the host, before any device runs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -51,7 +49,6 @@ class TensorSharding:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that shard a dimension."""
         return tuple(itertools.chain.from_iterable(dim.axes for dim in self.dims))
 
     @property
@@ -68,8 +65,7 @@ class TensorSharding:
 
     __repr__ = __str__
 
-    def transposed(self) -> TensorSharding:
-        """The sharding of the transpose of a matrix."""
+    def transposed(self) -> "TensorSharding":
         first, second = self.dims
         return TensorSharding(second, first)
 

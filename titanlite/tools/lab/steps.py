@@ -7,8 +7,6 @@ step for each in which nothing is posted or awaited. A collective of torch.distr
 messages are not visible, takes one step once all its ranks have called it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """What an experiment returns: a table of text; and measurements with their spread."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,23 +6,14 @@ rank's columns contribute to the gradient of x, so the contributions are all-red
 conjugate operators are Megatron-LM's g and f (https://arxiv.org/abs/1909.08053, section 3).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.profiler import record_function
 
+from titanlite.tools.lab import lecture
 from titanlite.tools.lab.communicator import Communicator, TorchCommunicator
-from titanlite.tools.lab.lecture import (
-    TrainingRecord,
-    cleanup,
-    get_device,
-    get_layers,
-    setup,
-    train,
-)
 
 
 def tensor_parallelism_main(
@@ -34,18 +25,18 @@ def tensor_parallelism_main(
     num_steps: int = 1,
     overlap: bool = False,
     communicator: Communicator | None = None,
-) -> TrainingRecord:
+) -> lecture.TrainingRecord:
     """Train on all of `data` (batch, num_dim) with an equal share of the columns of each layer.
 
     L layers take L all-gathers forward and L-1 all-reduces backward, since the data needs no
     gradient. With `overlap`, each all-reduce overlaps the weight gradient of the same layer. Raises
     ValueError if num_dim does not divide evenly.
     """
-    setup(rank, world_size)
+    lecture.setup(rank, world_size)
     communicator = communicator or TorchCommunicator()
-    data = data.to(get_device(rank))
-    params = get_layers(data, range(num_layers), rank, shard=rank, num_shards=world_size)
-    record = TrainingRecord()
+    data = data.to(lecture.get_device(rank))
+    params = lecture.get_layers(data, range(num_layers), rank, shard=rank, num_shards=world_size)
+    record = lecture.TrainingRecord()
 
     def forward_and_backward() -> torch.Tensor:
         x = data
@@ -56,15 +47,15 @@ def tensor_parallelism_main(
         loss.backward()
         return loss.detach()
 
-    train(record, params, num_steps, forward_and_backward)
-    cleanup()
+    lecture.train(record, params, num_steps, forward_and_backward)
+    lecture.cleanup()
     return record
 
 
 def tensor_parallel_layer(
     x: torch.Tensor,
     param: torch.Tensor,
-    record: TrainingRecord,
+    record: lecture.TrainingRecord,
     communicator: Communicator,
     *,
     overlap: bool = False,
@@ -83,7 +74,7 @@ class ColumnParallel(torch.autograd.Function):
         x: torch.Tensor,
         param: torch.Tensor,
         communicator: Communicator,
-        record: TrainingRecord,
+        record: lecture.TrainingRecord,
         overlap: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, param)
@@ -120,7 +111,7 @@ class AllGatherColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, columns: torch.Tensor, communicator: Communicator, record: TrainingRecord
+        ctx: Any, columns: torch.Tensor, communicator: Communicator, record: lecture.TrainingRecord
     ) -> torch.Tensor:
         ctx.communicator = communicator
         activations = [torch.empty_like(columns) for _ in range(communicator.size)]

@@ -5,23 +5,13 @@ other layers, and its dp peers hold replicas. This composes data_parallel.py, te
 pipeline_parallel.py; each communicates within its own group.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from titanlite.tools.lab import lecture
 from titanlite.tools.lab.communicator import TorchCommunicator
-from titanlite.tools.lab.lecture import (
-    TrainingRecord,
-    cleanup,
-    get_device,
-    get_layers,
-    int_divide,
-    setup,
-    train,
-)
 from titanlite.tools.lab.mesh import Mesh
 from titanlite.tools.lab.pipeline_parallel import SCHEDULES, run_stage
 from titanlite.tools.lab.tensor_parallel import tensor_parallel_layer
@@ -38,7 +28,7 @@ def three_d_parallelism_main(
     num_steps: int = 1,
     schedule: str = "1f1b",
     overlap: bool = False,
-) -> TrainingRecord:
+) -> lecture.TrainingRecord:
     """Train on `data` (batch, num_dim) with the three degrees of `mesh`, by default 2 x 2 x 2.
 
     The axes pp, dp and tp of `mesh` divide the layers, the batch and num_dim. Raises ValueError if
@@ -49,19 +39,19 @@ def three_d_parallelism_main(
     mesh = mesh or Mesh(pp=2, dp=2, tp=2)
     if mesh.size != world_size:
         raise ValueError(f"{mesh} has {mesh.size} devices, but there are {world_size} ranks")
-    setup(rank, world_size)
+    lecture.setup(rank, world_size)
     here = mesh.index(rank)
     groups = open_groups(mesh, rank)
-    local_batch_size = int_divide(data.size(0), mesh.sizes["dp"])
-    int_divide(local_batch_size, num_micro_batches)
-    local_num_layers = int_divide(num_layers, mesh.sizes["pp"])
-    data = data.split(local_batch_size)[here["dp"]].to(get_device(rank))
+    local_batch_size = lecture.int_divide(data.size(0), mesh.sizes["dp"])
+    lecture.int_divide(local_batch_size, num_micro_batches)
+    local_num_layers = lecture.int_divide(num_layers, mesh.sizes["pp"])
+    data = data.split(local_batch_size)[here["dp"]].to(lecture.get_device(rank))
     layers = range(here["pp"] * local_num_layers, (here["pp"] + 1) * local_num_layers)
-    params = get_layers(data, layers, rank, shard=here["tp"], num_shards=mesh.sizes["tp"])
+    params = lecture.get_layers(data, layers, rank, shard=here["tp"], num_shards=mesh.sizes["tp"])
     tensor_ranks = TorchCommunicator(groups["tp"])
     stages, stage = mesh.group(here, ["pp"]), here["pp"]
     actions = SCHEDULES[schedule](stage, len(stages), num_micro_batches)
-    record = TrainingRecord()
+    record = lecture.TrainingRecord()
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         for param in params.values():
@@ -89,10 +79,10 @@ def three_d_parallelism_main(
                 work.wait()
         return loss
 
-    train(record, params, num_steps, forward_and_backward)
+    lecture.train(record, params, num_steps, forward_and_backward)
     for group in groups.values():
         dist.destroy_process_group(group)
-    cleanup()
+    lecture.cleanup()
     return record
 
 

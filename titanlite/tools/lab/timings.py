@@ -4,8 +4,6 @@ Where all ranks share the cores of one machine, communication takes CPU time its
 gains little. Slow links and devices (link.py) take time without a core.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -6,23 +6,13 @@ data parallelism: an all-reduce is a reduce-scatter and an all-gather, and the o
 between the two. Stage 3 gathers every layer twice and sends 1.5 times as much. FSDP is stage 3.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 
+from titanlite.tools.lab import lecture
 from titanlite.tools.lab.communicator import Communicator, Pending, TorchCommunicator
-from titanlite.tools.lab.lecture import (
-    TrainingRecord,
-    cleanup,
-    get_device,
-    get_layers,
-    int_divide,
-    setup,
-    train,
-)
 
 
 def zero_parallelism_main(
@@ -35,7 +25,7 @@ def zero_parallelism_main(
     stage: int,
     overlap: bool = False,
     communicator: Communicator | None = None,
-) -> TrainingRecord:
+) -> lecture.TrainingRecord:
     """Train on this rank's equal share of the rows of `data` (batch, num_dim) with ZeRO 1, 2 or 3.
 
     The record's gradients and params are this rank's flat shards. `held_bytes` has the bytes of
@@ -45,16 +35,16 @@ def zero_parallelism_main(
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"stage: {stage} is not a ZeRO stage; use 1, 2 or 3")
-    setup(rank, world_size)
+    lecture.setup(rank, world_size)
     communicator = communicator or TorchCommunicator()
-    local_batch_size = int_divide(data.size(0), world_size)
+    local_batch_size = lecture.int_divide(data.size(0), world_size)
     num_global = data.numel()
-    data = data.split(local_batch_size)[rank].to(get_device(rank))
-    record = TrainingRecord()
+    data = data.split(local_batch_size)[rank].to(lecture.get_device(rank))
+    record = lecture.TrainingRecord()
     # One whole weight at a time.
     layers = [
         ShardedLayer(
-            get_layers(data, [i], rank)[i].detach(),
+            lecture.get_layers(data, [i], rank)[i].detach(),
             communicator,
             record,
             stage=stage,
@@ -109,8 +99,8 @@ def zero_parallelism_main(
             layer.publish()
 
     shards = {i: layer.shard for i, layer in enumerate(layers)}
-    train(record, shards, num_steps, forward_and_backward, publish)
-    cleanup()
+    lecture.train(record, shards, num_steps, forward_and_backward, publish)
+    lecture.cleanup()
     return record
 
 
@@ -126,7 +116,7 @@ class ShardedLayer:
         self,
         weight: torch.Tensor,
         communicator: Communicator,
-        record: TrainingRecord,
+        record: lecture.TrainingRecord,
         *,
         stage: int,
         overlap: bool,

@@ -1,7 +1,5 @@
 """`titanlite learn`: a topic's question, formula, and its number simulated and measured."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 
@@ -52,7 +50,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def answer(topic: Topic, numbers: Numbers) -> str:
-    """The text of one topic."""
     lines = [
         topic.question,
         f"  formula    {topic.formula}",

@@ -4,8 +4,6 @@ Lines come from formulas and the data sheets in tools/planner/hardware/. Points 
 simulated GPUs (`ladder`) or from the planner (`zero`, `recomputation`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

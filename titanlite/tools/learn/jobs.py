@@ -4,8 +4,6 @@
 same step on real ranks. Both count with the same recorder, so their figures can be compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +61,6 @@ class Figures:
 
 
 def make_job(name: str) -> JobConfig:
-    """The job `name` of JOBS."""
     sections = JOBS[name]
     degrees = sections["parallelism"]
     dp = degrees.get("data_parallel_replicate_degree", 1) * degrees["data_parallel_shard_degree"]

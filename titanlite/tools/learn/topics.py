@@ -5,8 +5,6 @@ simulated GPUs, or by tracing the job in a fake world), and measures it: counted
 processes, or timed.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +58,7 @@ class Topic:
     title: str
     question: str
     formula: str
-    run: Callable[[Runs], Numbers]
+    run: "Callable[[Runs], Numbers]"
     page: str
     jobs: tuple[str, ...] = ()
 
@@ -78,7 +76,7 @@ class Runs(ExitStack):
         return jobs.measured(self._names)
 
     @cached_property
-    def cluster(self) -> VirtualCluster:
+    def cluster(self) -> "VirtualCluster":
         """Four processes of the lab, which use ring collectives."""
         from titanlite.tools.lab import Mesh, VirtualCluster
 

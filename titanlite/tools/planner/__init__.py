@@ -22,7 +22,7 @@ planning.py    the plan of a job from all of these; published.py compares it wit
 search.py      the best plan for a number of ranks; search_report.py shows it
 space.py       the plans of a job; evaluate.py: what each takes, bounds.py: at least
 spans.py       what each rank of a predicted step does when, for traces and pictures
-report.py      a plan as text, and as plain values
+report.py      a plan as text, and as plain values; tensors.py: the account of every tensor
 html.py        a plan and a search as a page (titanlite/tools/planner/page/)
 local.py       whether a job fits in this machine's memory
 command.py     `titanlite plan`

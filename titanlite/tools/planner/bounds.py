@@ -15,8 +15,6 @@ the same pieces and costs as the plan itself:
 Idle time inside a pipeline, FSDP's communication and the update are left out.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Hashable, Iterable

@@ -4,8 +4,6 @@ The name of a file is a hash of all that its pieces depend on: the reduced job, 
 torch, and the source code of titanlite and of the job's own modules.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -9,8 +9,6 @@ the steps of tiny jobs is the host's time for operators, collectives and message
 measures; here are the jobs, the fits and the file.
 """
 
-from __future__ import annotations
-
 import platform
 import statistics
 import time
@@ -25,6 +23,7 @@ from titanlite.config import JobConfig, resolve_job
 from titanlite.ranks.launch import spawn
 from titanlite.ranks.machine import memory_bytes, most_local_ranks, num_cores
 from titanlite.tools.options import require_writable, write
+from titanlite.tools.planner import measure
 from titanlite.tools.planner.composition import representatives
 from titanlite.tools.planner.cost import (
     CALLERS,
@@ -38,16 +37,6 @@ from titanlite.tools.planner.cost import (
 )
 from titanlite.tools.planner.events import FROM_RANK_TO_RANK, Communication, Operator
 from titanlite.tools.planner.hardware import Hardware, parse_hardware
-from titanlite.tools.planner.measure import (
-    COLLECTIVES,
-    Sample,
-    Transfers,
-    time_collectives,
-    time_operators,
-    time_operators_alone,
-    time_steps,
-    typical,
-)
 from titanlite.tools.simulate.network import bytes_sent
 
 Step = tuple[float, JobConfig]
@@ -115,14 +104,14 @@ def calibrate(path: str, say: Callable[[str], None] = print) -> None:
     say("operators: the steps of small models")
     alone = [_job(model, length, size, dtype) for model, length, size, dtype in MODELS]
     # Two at a time, so that both compete for caches and memory as the ranks of a job do.
-    of_ranks = spawn(time_operators_alone, 2, alone, PRODUCTS)
+    of_ranks = spawn(measure.time_operators_alone, 2, alone, PRODUCTS)
     model, length, size, dtype = MODELS[0]
     shared = [_job(model, length, size, **{"dtype": dtype, **plan}) for plan in SHARED]
-    of_ranks += spawn(time_operators, 2, shared)
+    of_ranks += spawn(measure.time_operators, 2, shared)
     samples = [sample for one in of_ranks for sample in one.values]
     probes = [seconds for one in of_ranks for seconds in one.probes]
     steps: list[Step] = []
-    transfers: Transfers = []
+    transfers: measure.Transfers = []
     for num_ranks, plans in TINY.items():
         say(f"host and collectives: the steps of tiny jobs on {num_ranks} ranks")
         configs = [
@@ -130,13 +119,13 @@ def calibrate(path: str, say: Callable[[str], None] = print) -> None:
             for plan in plans
             for blocks in TINY_BLOCKS
         ]
-        of_ranks = spawn(time_steps, num_ranks, configs, TINY_STEPS)
+        of_ranks = spawn(measure.time_steps, num_ranks, configs, TINY_STEPS)
         probes += [seconds for one in of_ranks for seconds in one.probes]
         of_jobs = zip(*(one.values for one in of_ranks), strict=True)
         for config, of_job in zip(configs, of_jobs, strict=True):
             steps.append((typical_step(of_job), config))
         if num_ranks > 1:
-            of_ranks = spawn(time_collectives, num_ranks)
+            of_ranks = spawn(measure.time_collectives, num_ranks)
             probes += [seconds for one in of_ranks for seconds in one.probes]
             for same in zip(*(one.values for one in of_ranks), strict=True):
                 transfers.append((*same[0][:3], statistics.fmean(one[3] for one in same)))
@@ -153,7 +142,7 @@ def calibrate(path: str, say: Callable[[str], None] = print) -> None:
 
 def typical_step(of_ranks: Iterable[Sequence[float]]) -> float:
     """The CPU time of a step of all ranks; `of_ranks` has that of each step of each rank."""
-    return typical(list(map(sum, zip(*of_ranks, strict=True))))
+    return measure.typical(list(map(sum, zip(*of_ranks, strict=True))))
 
 
 def _job(
@@ -212,9 +201,9 @@ def _fit(
     return [float(factor) for factor in factors]
 
 
-def _fit_operators(samples: Sequence[Sample]) -> dict[str, list[float]]:
+def _fit_operators(samples: Sequence[measure.Sample]) -> dict[str, list[float]]:
     """Operator and dtype -> seconds of a call, of a byte, of a FLOP."""
-    by_name: dict[str, list[Sample]] = defaultdict(list)
+    by_name: dict[str, list[measure.Sample]] = defaultdict(list)
     total = sum(seconds for _, seconds in samples)
     per_byte = _per_byte(samples)
     for operator, seconds in samples:
@@ -245,7 +234,7 @@ def _fit_operators(samples: Sequence[Sample]) -> dict[str, list[float]]:
     return found
 
 
-def _per_byte(samples: Sequence[Sample]) -> float:
+def _per_byte(samples: Sequence[measure.Sample]) -> float:
     """The seconds of a byte that a memory-bound operator moves."""
     plain = [
         (one.bytes_read + one.bytes_written, seconds)
@@ -255,10 +244,10 @@ def _per_byte(samples: Sequence[Sample]) -> float:
     return _fit([(1.0, num_bytes) for num_bytes, _ in plain], [s for _, s in plain])[1]
 
 
-def _fit_collectives(transfers: Transfers) -> dict[str, list[float]]:
+def _fit_collectives(transfers: measure.Transfers) -> dict[str, list[float]]:
     """Kind -> seconds of a call, of each other rank, of a byte that is sent."""
     found = {}
-    for kind in COLLECTIVES:
+    for kind in measure.COLLECTIVES:
         of = [one for one in transfers if one[0] == kind]
         rows = [(1.0, n - 1.0, bytes_sent(kind, num_bytes, n)) for _, num_bytes, n, _ in of]
         found[kind] = _fit(rows, [one[3] for one in of])
@@ -295,7 +284,10 @@ def _fit_host(steps: Sequence[Step], hardware: Hardware) -> dict[str, float]:
 
 
 def hardware_text(
-    samples: Sequence[Sample], steps: Sequence[Step], transfers: Transfers, probe_seconds: float
+    samples: Sequence[measure.Sample],
+    steps: Sequence[Step],
+    transfers: measure.Transfers,
+    probe_seconds: float,
 ) -> str:
     """The hardware file of these measurements.
 

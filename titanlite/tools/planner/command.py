@@ -1,7 +1,5 @@
 """`titanlite plan`: what a job's step takes and how long it lasts, before it runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -16,7 +14,7 @@ from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.run_facts import job_facts
 from titanlite.observe.terminal import say, tell, telling, terminal_width, uses_color
 from titanlite.schedule import Timeline
-from titanlite.schedule.trace import make_trace, read_trace
+from titanlite.schedule.trace import make_trace
 from titanlite.tools.options import Parser, positive, write
 from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.hardware import Hardware, known_hardware, load_hardware
@@ -24,7 +22,7 @@ from titanlite.tools.planner.html import draw_page
 from titanlite.tools.planner.planning import JobPlan, plan_job, plannable, resolve
 from titanlite.tools.planner.report import figures, show
 from titanlite.tools.planner.space import KEPT_TRAINING
-from titanlite.tools.planner.spans import draw_schedules, make_timeline, step_spans
+from titanlite.tools.planner.spans import draw_schedules, make_timeline, read_trace, step_spans
 
 PUBLISHED = "configs/plan/published/rows.toml"
 OF_ROWS = ("published", "json")
@@ -119,7 +117,7 @@ def _parser() -> Parser:
 
 def _tensors(resolved: ResolvedJob) -> list[str]:
     """The account of every tensor as a table; raises ConfigError if a tensor has no answer."""
-    from titanlite.parallelize.tensor_account import describe
+    from titanlite.tools.planner.tensors import describe
     from titanlite.tools.planner.trace import tensor_account
 
     accounts = tensor_account(resolved)

@@ -7,8 +7,6 @@ pipeline an action is the forward and backward pass of a batch. With one, the sc
 the actions.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The pieces of a step as plain data, and the memory that a run of events takes. No torch."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter
@@ -40,7 +38,7 @@ class Segment:
     """As `peak`, but of the main stream alone: without what is allocated ON_OTHER_STREAMS."""
     parts: tuple[tuple[int, int, str], ...] = ()
     """(index of the first event, of the one after the last, name) of each named part."""
-    fewer: tuple[Segment, Segment, int] | None = None
+    fewer: "tuple[Segment, Segment, int] | None" = None
     """If there are no events: two segments, the second with one block more, and how many more
     blocks than that this one has. Its time follows from theirs."""
 
@@ -155,7 +153,6 @@ class Builder:
             self._peak_place = place
 
     def free(self, category: str) -> None:
-        """Free what this builder has allocated of a category."""
         self.allocate(category, -self._now[category])
 
     def segment(self) -> Segment:

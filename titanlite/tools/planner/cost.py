@@ -5,8 +5,6 @@ of its shape (hardware.py). A communication has a latency and a time on a link. 
 on the CPU; TRANSLATION says by name what other kernels do on a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass, field, replace
@@ -174,7 +172,7 @@ class Cost:
         is_collective = one.kind not in FROM_RANK_TO_RANK
         return found + (overhead.peer_seconds * (one.num_ranks - 2) if is_collective else 0.0)
 
-    def on(self, dims: ParallelDims) -> Cost:
+    def on(self, dims: ParallelDims) -> "Cost":
         """The costs for other degrees; those of operators are shared."""
         other = replace(self, dims=dims)
         object.__setattr__(other, "_known", self._known)  # type: ignore[attr-defined]
@@ -394,7 +392,6 @@ SMALL_TILE = {1: 1.0, 2: 0.9, 4: 0.75}
 
 @functools.cache
 def rule_of(name: str) -> OperatorRule:
-    """What an operator of this name is."""
     rule = TRANSLATION.get(name)
     if rule is not None:
         return rule

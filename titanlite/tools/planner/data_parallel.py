@@ -5,8 +5,6 @@ their gradients and the optimizer state are on the host; each shard is copied to
 it is gathered, and each reduced gradient back. No torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ Each step is tried only if the one before leaves the plan in the search. A plan 
 composing or timing is an error of titanlite, and becomes a FailedPlan that names it.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from titanlite.config import JobConfig, ResolvedJob, resolve_job
 from titanlite.config.checks import run_checks
 from titanlite.config.degrees import make_parallel_dims
 from titanlite.config.draft import Draft
-from titanlite.config.load import override, with_values
+from titanlite.config.load import override
 from titanlite.config.model import resolve_model
 from titanlite.config.resolve import finish
 from titanlite.errors import ConfigError, TraceError
@@ -136,7 +134,7 @@ class Evaluator:
             return FailedPlan(dict(changes), " ".join(text.split()))
 
     def _evaluate(self, changes: Changes, *, exactly: bool, known: Frontier | None) -> Result:
-        config = with_values(self._config, changes)
+        config = _with_values(self._config, changes)
         training = config.training
         total, rest = divmod(training.local_batch_size, changes.get(MICROBATCH, 1))
         if rest:
@@ -149,7 +147,7 @@ class Evaluator:
             local = count * changes.get(MICROBATCH, 1)
             batch = training.global_batch_size // training.local_batch_size * local
             shorter = {LOCAL_BATCH: local, GLOBAL_BATCH: batch}
-            job = self._resolve(config if count == total else with_values(config, shorter))
+            job = self._resolve(config if count == total else _with_values(config, shorter))
             if job is None:
                 return NOT_LEGAL
             jobs.append(job)
@@ -248,3 +246,15 @@ class Evaluator:
     def _load_pieces(self, job: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
         software = self._hardware.software
         return load_pieces(job, software, use_cache=self._use_cache, is_compiled=is_compiled)
+
+
+def _with_values(config: JobConfig, changes: Changes) -> JobConfig:
+    """As override, but neither the types of the values nor the job are checked."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    copies = {
+        name: getattr(config, name).model_copy(update=values) for name, values in sections.items()
+    }
+    return config.model_copy(update=copies)

@@ -5,8 +5,6 @@ runs beside it from where it is issued until the Wait of the same number, if the
 otherwise holds the main stream until it ends. What runs ahead on a GPU is known of composed steps.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -84,7 +82,7 @@ class Communication:
     after: tuple[int, ...] = ()
     """The numbers of the communications that must end before it starts."""
 
-    def renumbered(self, number: int) -> Communication:
+    def renumbered(self, number: int) -> "Communication":
         """The same communication with another number."""
         # As replace, but a search calls it millions of times.
         return Communication(

@@ -5,8 +5,6 @@ a step do not run that way and have stand-ins: DDP's reducer (C++ that reads mem
 blocks, which are traced as eager code.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 float8_trace.py finds the events of a cast in a trace; here they become those of another shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@
 The casts depend on the number of shards, so compose.py puts them into a step, not the trace.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ result = titanlite.plan("configs/plan/llama_405b.toml", hardware="h100")
 print(result.peak_bytes, result.step_seconds)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ main stream waits later (torch/distributed/fsdp/_fully_shard). Composed steps ha
 themselves (data_parallel.py).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

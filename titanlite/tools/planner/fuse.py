@@ -1,7 +1,5 @@
 """Elementwise operators joined as a compiler joins them; torch-free."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

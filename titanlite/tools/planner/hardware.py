@@ -5,8 +5,6 @@ writes one for the machine it runs on. Each figure's source is a comment in its 
 under [fitted] are not from a data sheet: they were fitted to published or measured step times.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

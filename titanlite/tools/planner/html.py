@@ -4,8 +4,6 @@ The page (page/) draws plain values: the figures of report.py, the spans of span
 of a search. It loads nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 commands hand both to a run, which knows no planner.
 """
 
-from __future__ import annotations
-
 import sys
 
 from titanlite.config import Reading, ResolvedJob, resolve_job

@@ -6,8 +6,6 @@ if other machines share the processor, so a fixed probe runs beside whatever is 
 are in units of the probe's CPU-seconds.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ FSDP2 copies each shard to the device before it is gathered, and each reduced gr
 which blocks of memory and which operators are the host's.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the recorder knows of operators: collectives, and the operations and shapes of products."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -8,8 +8,6 @@ pipeline, and on the fewest ranks that keep its tensor and context parallelism. 
 is left out: compose.py adds it, since it depends on the number of shards and on the pipeline.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ A small job is traced whole (trace.py). A large one is composed from pieces (pie
 whose communication is the same and whose peaks differ by a few percent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -4,8 +4,6 @@ The tensors are fake, so an operator only computes shapes. The body of titanlite
 (rings) is run, so that their messages and memory are recorded too.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import weakref
@@ -26,17 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from titanlite.modules.names import canonical_name
+from titanlite.tools.planner import operators
 from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Site, Wait
-from titanlite.tools.planner.operators import (
-    COLLECTIVES,
-    axis_of,
-    body_of,
-    bytes_of_mutated,
-    causal_of,
-    flops_of,
-    has_gaps,
-    shape_of,
-)
 from titanlite.tools.planner.scratch import CPU, Scratch, num_bytes
 
 PEER_AT = 2
@@ -176,10 +165,7 @@ class StepRecorder(TorchDispatchMode):
             handle.remove()
 
     def _call(self, method: Any) -> Any:
-        """A method of process groups, with works that hold their tensors and record waits.
-
-        A real work holds its tensors; a fake one does not.
-        """
+        """A method of process groups; its works hold tensors, as real ones do, and record waits."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._issued.clear()
@@ -246,7 +232,7 @@ class StepRecorder(TorchDispatchMode):
         name = function._schema.name
         if name.startswith(f"{OWN_NAMESPACE}::"):
             with self:
-                return body_of(function)(*args, **kwargs)
+                return operators.body_of(function)(*args, **kwargs)
         if name == WRAP:
             return AsyncCollectiveTensor(*args)
         if name == WAIT:
@@ -261,7 +247,7 @@ class StepRecorder(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for output in outputs:
             self._note_storage(output.untyped_storage())
-        if name in COLLECTIVES:
+        if name in operators.COLLECTIVES:
             self._add_collective(name, args, result, place)
         elif not (function.is_view or name in FREE or name.startswith(NO_WORK)):
             self._add_operator(name, args, kwargs, result, outputs, place, function)
@@ -296,25 +282,25 @@ class StepRecorder(TorchDispatchMode):
         function: Any,
     ) -> None:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        flops = flops_of(name, function, args, kwargs, result)
+        flops = operators.flops_of(name, function, args, kwargs, result)
         self.events.append(
             Operator(
                 name,
                 flops,
                 sum(num_bytes(tensor) for tensor in inputs),
-                sum(num_bytes(tensor) for tensor in outputs) or bytes_of_mutated(args),
+                sum(num_bytes(tensor) for tensor in outputs) or operators.bytes_of_mutated(args),
                 place,
                 str((outputs or inputs)[0].dtype).removeprefix("torch.")
                 if outputs or inputs
                 else "",
-                shape_of(name, args, kwargs),
-                causal=causal_of(name, args, kwargs),
-                is_strided=any(map(has_gaps, inputs)),
+                operators.shape_of(name, args, kwargs),
+                causal=operators.causal_of(name, args, kwargs),
+                is_strided=any(map(operators.has_gaps, inputs)),
             )
         )
 
     def _add_collective(self, name: str, args: Any, result: Any, place: Site) -> None:
-        kind, whole_at, group_at = COLLECTIVES[name]
+        kind, whole_at, group_at = operators.COLLECTIVES[name]
         whole = result if whole_at == -1 else args[whole_at]
         parts = whole if isinstance(whole, list) else [whole]
         whole = parts[0]
@@ -328,7 +314,9 @@ class StepRecorder(TorchDispatchMode):
         axis = (
             "world"
             if is_world_sum and len(ranks) == dist.get_world_size()
-            else axis_of(name, kind, self._axes.get(group.group_name) or self._axes.get(ranks, ()))
+            else operators.axis_of(
+                name, kind, self._axes.get(group.group_name) or self._axes.get(ranks, ())
+            )
         )
         self._number += 1
         peer = args[PEER_AT] if kind in ("send", "receive") else -1
@@ -380,7 +368,7 @@ class StepRecorder(TorchDispatchMode):
         if self.blocks.get(key) == block:
             del self.blocks[key]
 
-    def _allocate(self, size: int) -> _Block | None:
+    def _allocate(self, size: int) -> "_Block | None":
         """Record memory that exists as long as the object that is returned; None for no bytes."""
         return _Block(self, size) if size else None
 

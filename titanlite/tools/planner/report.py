@@ -1,7 +1,5 @@
 """The plan of a job as text for a terminal, and as plain values for programs. Torch-free."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,13 +7,14 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS, mesh_dims
-from titanlite.quantities import beside, format_bytes, format_count, format_seconds
+from titanlite.quantities import format_bytes, format_count, format_seconds
 from titanlite.schedule import Timeline
 from titanlite.tools.figures.schedule_text import draw_text
 from titanlite.tools.planner.cost import ATTENTION, MEMORY_BOUND, ON_HOST, OPTIMIZER, PRODUCT
 from titanlite.tools.planner.events import CATEGORIES, HOST_LINK, Peak
 from titanlite.tools.planner.planning import JobPlan, RankPlan
 from titanlite.tools.planner.timing import AXIS_NAMES, HOST, PHASE_NAMES, SegmentTime, StepTime
+from titanlite.tools.tables import beside
 
 T = TypeVar("T")
 

@@ -4,8 +4,6 @@ Every figure of an operator, a communication or a stretch of memory is linear in
 sequences. A peak may move to another place as they grow; then it is underestimated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Fake tensors do not show it, so the recorder adds it from these tables. `CPU` ha
 ATen and oneDNN, and gloo. `CUDA` has those of a GPU, and NCCL.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -10,8 +10,6 @@ if its lower bounds (bounds.py) exclude it. When a search is interrupted, what w
 remains.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import signal
@@ -214,10 +212,7 @@ class _Search:
         self._evaluate(list(new.values()))
 
     def _evaluate(self, plans: Sequence[dict[str, Any]]) -> None:
-        """Evaluate plans in the workers. Each takes a group when it is free.
-
-        The group is pruned by what was found until then.
-        """
+        """Evaluate plans in the workers, by groups, each pruned by what was found until then."""
         left = groups(plans)[::-1]
         running: dict[Future[list[Result]], list[dict[str, Any]]] = {}
         while left or running:

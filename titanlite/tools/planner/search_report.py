@@ -1,7 +1,5 @@
 """`titanlite plan --search`: the search with its progress, its tables, and the best job's TOML."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

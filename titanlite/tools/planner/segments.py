@@ -4,27 +4,14 @@ compose.py puts them in order. Segments that are alike are made once, and those 
 the same pieces share can be kept from one job to the next. No torch.
 """
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from titanlite.config import ResolvedJob
 from titanlite.parallelize.float8.spec import FLOAT8
-from titanlite.schedule.actions import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    COMPUTE_KINDS,
-    FORWARD,
-    FULL_BACKWARD,
-    RECV_B,
-    RECV_F,
-    REDUCE_GRAD,
-    SEND_B,
-    SEND_F,
-    UNSHARD,
-)
+from titanlite.schedule import actions
 from titanlite.tools.planner.composition import Builder, ModelPart, Pieces, Segment, Weight
 from titanlite.tools.planner.data_parallel import BUFFERS, ENDS, PendingReduction, Replication
 from titanlite.tools.planner.events import Communication, Event, Operator, Site
@@ -32,7 +19,7 @@ from titanlite.tools.planner.split_backward import BACKWARD_PHASE, half_of
 
 FORWARD_PHASE = "forward"
 BATCH = "batch"
-P2P = (SEND_F, RECV_F, SEND_B, RECV_B)
+P2P = (actions.SEND_F, actions.RECV_F, actions.SEND_B, actions.RECV_B)
 Stage = list[tuple[str, ModelPart]]
 """The parts of a stage in the order of the forward pass, by name."""
 
@@ -113,7 +100,7 @@ class Segments:
             # Stages of the same parts are alike.
             parts = self._stage_keys[stage] = tuple(id(part) for _, part in self.stages[stage])
         boundaries = self._boundaries(kind, stage)
-        communicates = kind in (UNSHARD, REDUCE_GRAD, BATCH) or self.data.regathers
+        communicates = kind in (actions.UNSHARD, actions.REDUCE_GRAD, BATCH) or self.data.regathers
         reduces = self.data.key if communicates else self.data.is_fsdp
         key = (kind, parts, variant[1:], reduces, boundaries, self._is_quick)
         key = *key, self._token_axes, self.is_runtime, self.data.splits_backward
@@ -150,6 +137,9 @@ class Segments:
         self._gathered_forward(builder, parts, here)
         started: dict[str, tuple[int, ...]] = {}
         pending = PendingReduction()
+        reduce = functools.partial(
+            data.reduce, builder, is_first=variant.is_first, is_last=variant.is_last
+        )
         for index, (name, part) in reversed(list(enumerate(parts))):
             place = Site(name, BACKWARD_PHASE)
             self._gather_for_backward(builder, parts, index, here, started)
@@ -159,14 +149,7 @@ class Segments:
                     here.add(unit)
                     continue
                 data.free(builder, weights)
-                pending = data.reduce(
-                    builder,
-                    weights,
-                    place,
-                    pending,
-                    is_first=variant.is_first,
-                    is_last=variant.is_last,
-                )
+                pending = reduce(weights, place, pending)
         data.end_reduce(builder, pending)
         return self._ended(builder, parts)
 
@@ -220,19 +203,18 @@ class Segments:
                     started[unit] = data.start_gather(builder, weights, place)
 
     def _action(self, kind: str, variant: Variant) -> Segment:
-        """An action of a pipeline."""
         parts, data = self.stages[variant.stage], self.data
         builder = Builder(self._token_axes)
         has_gradients = variant.has_gradients
         here: set[str] = set()
         if variant.is_gathered:
             here.update(unit for name, part in parts for unit, _ in data.units(name, part))
-        if kind == FORWARD and data.regathers:
+        if kind == actions.FORWARD and data.regathers:
             self._gathered_forward(builder, parts, here)
-        elif kind == FORWARD:
+        elif kind == actions.FORWARD:
             for _, part in parts:
                 builder.add(part.forward)
-        elif kind == FULL_BACKWARD:
+        elif kind == actions.FULL_BACKWARD:
             if parts[-1][0] != "after" and not data.splits_backward:
                 # What a part frees of the one after it, which is in another stage.
                 for category in ("temporary", BUFFERS):
@@ -243,25 +225,25 @@ class Segments:
                 self._gather_for_backward(builder, parts, index, here, started)
                 builder.add(part.backward, adds_to_gradients=has_gradients and not data.is_fsdp)
                 data.keep_gradients(builder, part, Site(name, BACKWARD_PHASE), has_gradients)
-        elif kind in (BACKWARD_INPUT, BACKWARD_WEIGHT):
+        elif kind in (actions.BACKWARD_INPUT, actions.BACKWARD_WEIGHT):
             for name, part in reversed(parts):
                 builder.add(self._half_of(name, part, kind, has_gradients or data.is_fsdp))
-                if kind == BACKWARD_WEIGHT:
+                if kind == actions.BACKWARD_WEIGHT:
                     data.keep_gradients(builder, part, Site(name, BACKWARD_PHASE), has_gradients)
-        elif kind == UNSHARD and data.is_fsdp:
+        elif kind == actions.UNSHARD and data.is_fsdp:
             for name, part in parts:
                 place = Site(name, FORWARD_PHASE)
                 for _, weights in data.units(name, part):
                     numbers = data.start_gather(builder, weights, place)
                     data.finish_gather(builder, weights, numbers, place)
-        elif kind == REDUCE_GRAD and data.is_fsdp:
+        elif kind == actions.REDUCE_GRAD and data.is_fsdp:
             self._reduce_stage(builder, parts, variant)
-        if kind in COMPUTE_KINDS:
+        if kind in actions.COMPUTE_KINDS:
             # Tensors of the model's own forward, and the gradient that is sent, end here.
             for category in ("temporary", BUFFERS):
                 builder.free(category)
-            if self.is_runtime and parts[-1][0] == "after" and kind != BACKWARD_INPUT:
-                sign = 1 if kind == FORWARD else -1
+            if self.is_runtime and parts[-1][0] == "after" and kind != actions.BACKWARD_INPUT:
+                sign = 1 if kind == actions.FORWARD else -1
                 builder.allocate("temporary", sign * self._pieces.output_bytes)
         if boundaries := self._boundaries(kind, variant.stage):
             builder.allocate("activations", boundaries * self._pieces.boundary_bytes)
@@ -288,13 +270,15 @@ class Segments:
     def _message(self, kind: str, stage: int) -> Segment:
         """A message between two stages."""
         assert self._pipeline is not None
-        name = "send" if kind in (SEND_F, SEND_B) else "receive"
-        place = Site("", FORWARD_PHASE if kind in (SEND_F, RECV_F) else BACKWARD_PHASE)
-        other = stage + (1 if kind in (SEND_F, RECV_B) else -1)
+        name = "send" if kind in (actions.SEND_F, actions.SEND_B) else "receive"
+        place = Site(
+            "", FORWARD_PHASE if kind in (actions.SEND_F, actions.RECV_F) else BACKWARD_PHASE
+        )
+        other = stage + (1 if kind in (actions.SEND_F, actions.RECV_B) else -1)
         peer = self._pipeline.schedule.stage_to_rank[other]
         builder = Builder()
         builder.start(name, "pp", self._pieces.boundary_bytes, self._dims.pp, place, peer)
-        if kind == SEND_B and self.is_runtime:
+        if kind == actions.SEND_B and self.is_runtime:
             builder.allocate(BUFFERS, self._pieces.boundary_bytes)
         return builder.segment()
 
@@ -324,31 +308,27 @@ class Segments:
         ranks = self._pipeline.schedule.stage_to_rank
         is_last = stage + 1 == len(ranks)
         is_local = not is_last and ranks[stage] == ranks[stage + 1]
-        if kind == FORWARD:
+        if kind == actions.FORWARD:
             return -is_local
-        if kind == BACKWARD_INPUT:
+        if kind == actions.BACKWARD_INPUT:
             # The gradient of its output, which it keeps for the weights, is in a buffer.
             return -(not is_last)
-        if kind not in (FULL_BACKWARD, BACKWARD_WEIGHT):
+        if kind not in (actions.FULL_BACKWARD, actions.BACKWARD_WEIGHT):
             return 0
         frees_output = not (is_last or is_local or self.is_runtime)
-        had_gradient = kind == BACKWARD_WEIGHT and not is_last
+        had_gradient = kind == actions.BACKWARD_WEIGHT and not is_last
         return (stage > 0) - frees_output + had_gradient
 
     def _reduce_stage(self, builder: Builder, parts: Stage, variant: Variant) -> None:
         pending = PendingReduction()
+        reduce = functools.partial(
+            self.data.reduce, builder, is_first=variant.is_first, is_last=variant.is_last
+        )
         for name, part in reversed(parts):
             place = Site(name, BACKWARD_PHASE)
             for _, weights in self.data.reduced_units(name, part):
                 self.data.free(builder, weights)
-                pending = self.data.reduce(
-                    builder,
-                    weights,
-                    place,
-                    pending,
-                    is_first=variant.is_first,
-                    is_last=variant.is_last,
-                )
+                pending = reduce(weights, place, pending)
             builder.allocate("gradients", -self.data.whole_gradient_bytes(part))
         self.data.end_reduce(builder, pending)
 

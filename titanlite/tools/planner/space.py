@@ -8,8 +8,6 @@ asynchronous TP, loss parallel, the order and rotation of context parallelism, t
 blocks over stages.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict
@@ -322,7 +320,6 @@ def describe(changes: Mapping[str, Any]) -> str:
 
 
 def value_of(config: JobConfig, key: str) -> Any:
-    """The value of "section.key"."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)

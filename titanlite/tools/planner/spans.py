@@ -6,8 +6,7 @@ A pipeline's main stream shows the actions of its schedule; without a pipeline i
 Communication is shown on a stream per mesh axis.
 """
 
-from __future__ import annotations
-
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from titanlite.schedule.timeline import (
     SEND_TO,
     WORK,
 )
+from titanlite.schedule.trace import lane_name
 from titanlite.tools.figures.schedule_svg import draw_svg
 from titanlite.tools.planner.compose import END, START
 from titanlite.tools.planner.composition import Segment, named
@@ -198,3 +198,35 @@ def _in_own_blocks(segment: Segment) -> list[Event]:
             if isinstance(event, Operator):
                 events[at] = replace(event, place=named(event.place, name))
     return events
+
+
+def read_trace(text: str) -> Timeline:
+    """The timeline of a trace that make_trace has written, in milliseconds, without its curves.
+
+    Raises ValueError if `text` is no such trace.
+    """
+    try:
+        events = json.loads(text)["traceEvents"]
+        names = {e["name"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+        threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        lane_of = {lane_name(kind): kind for kind in LANES}
+        kind_of = {name: kind for kind, name in NAMES.items() if kind not in LANES}
+        spans: list[Span] = []
+        begun: dict[int, float] = {}
+        for event in events:
+            if event["ph"] == "b":
+                begun[event["id"]] = event["ts"] / 1e3
+            elif event["ph"] == "e":
+                start = begun.pop(event["id"])
+                spans.append(Span(event["tid"], start, event["ts"] / 1e3, lane_of[event["cat"]]))
+            elif event["ph"] == "X":
+                start, args = event["ts"] / 1e3, event["args"]
+                kind = kind_of.get(event["cat"], event["cat"])
+                end = start + event["dur"] / 1e3
+                spans.append(
+                    Span(event["tid"], start, end, kind, args["stage"], args["microbatch"])
+                )
+        rows = [threads[row] for row in range(len(threads))]
+        return Timeline(names["process_name"], rows, spans, unit="ms")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no trace of a timeline: {error!r}") from error

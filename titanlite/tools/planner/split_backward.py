@@ -3,8 +3,6 @@
 PyTorch runs both in the graph of the forward pass. No torch.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

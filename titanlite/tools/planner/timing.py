@@ -5,8 +5,6 @@ tools/simulate/streams.py runs them. The functions take plain lists of events: a
 a part of one, such as the forward pass of a stage.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,14 +23,7 @@ from titanlite.tools.planner.events import (
     Wait,
 )
 from titanlite.tools.planner.fuse import fuse
-from titanlite.tools.simulate.streams import (
-    Compute,
-    Item,
-    StreamTimes,
-    StreamTransfer,
-    WaitFor,
-    run_streams,
-)
+from titanlite.tools.simulate import streams
 
 HOST = "host"
 """Compute seconds of a CPU that no operator explains: the step's own Python."""
@@ -92,7 +83,6 @@ class SegmentTime:
 
     @property
     def axes(self) -> dict[str, AxisTime]:
-        """The traffic by axis."""
         return {
             axis: AxisTime(
                 *(
@@ -131,7 +121,7 @@ class StepTime:
 def time_events(events: Iterable[Event], cost: Cost, rank: int = 0) -> SegmentTime:
     """The time of one rank's events. Its peers are always ready."""
     events = prepare(events, cost)
-    times = run_streams(program(events, cost, rank))
+    times = streams.run_streams(program(events, cost, rank))
     flops = sum(event.flops for event in events if isinstance(event, Operator))
     return SegmentTime(
         times.seconds,
@@ -143,7 +133,7 @@ def time_events(events: Iterable[Event], cost: Cost, rank: int = 0) -> SegmentTi
     )
 
 
-def _traffic_of(times: StreamTimes) -> Iterator[Traffic]:
+def _traffic_of(times: streams.StreamTimes) -> Iterator[Traffic]:
     for (stream, label), of in times.traffic.items():
         kind, phase = label.split("|")
         axis = stream.split(" ")[0]
@@ -243,7 +233,7 @@ def program(
     rank: int = 0,
     *,
     label: Callable[[Operator], str] = Cost.kind,
-) -> list[Item]:
+) -> list[streams.Item]:
     """The events of `rank` as items of its streams; `label` is what an operator counts as."""
     is_waited, waited = [False] * len(events), set()
     for at in range(len(events) - 1, -1, -1):
@@ -256,30 +246,32 @@ def program(
             # What another communication comes after need not hold up the main stream.
             waited.update(event.after)
     is_cpu = cost.hardware.kind == "cpu"
-    items: list[Item] = []
+    items: list[streams.Item] = []
     # A segment can be repeated, so a number can come back: each transfer has a number of its own.
     number_of: dict[int, int] = {}
     for at, event in enumerate(events):
         if isinstance(event, Operator):
             seconds, _, launch = cost.price(event)
             if seconds or launch:
-                items.append(Compute(seconds, label(event), launch))
+                items.append(streams.Compute(seconds, label(event), launch))
         elif isinstance(event, Communication):
             host = cost.host(event)
-            items.append(Compute(host, HOST) if is_cpu else Compute(0.0, HOST, host))
+            items.append(
+                streams.Compute(host, HOST) if is_cpu else streams.Compute(0.0, HOST, host)
+            )
             number_of[event.number] = at
             after = tuple(number_of[one] for one in event.after if one in number_of)
             items.append(_transfer(event, at, cost, rank, after))
             if not is_waited[at]:
-                items.append(WaitFor(at))
+                items.append(streams.WaitFor(at))
         elif isinstance(event, Wait) and event.number in number_of:
-            items.append(WaitFor(number_of[event.number]))
+            items.append(streams.WaitFor(number_of[event.number]))
     return items
 
 
 def _transfer(
     one: Communication, number: int, cost: Cost, rank: int, after: tuple[int, ...]
-) -> StreamTransfer:
+) -> streams.StreamTransfer:
     load = cost.communication(one, rank)
     links: tuple[str, ...] = (f"{load.link} out", f"{load.link} in")
     stream = one.axis
@@ -289,7 +281,7 @@ def _transfer(
     elif one.axis == HOST_LINK:
         links = links[1:] if one.kind == TO_DEVICE else links[:1]
         stream = f"{one.axis} {one.kind}"
-    return StreamTransfer(
+    return streams.StreamTransfer(
         number,
         stream,
         load.latency_seconds,

@@ -6,8 +6,6 @@ built parts exist only after the first. Pieces (pieces.py) have no such parts, s
 which makes the optimizer state, stands for their first step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -112,10 +110,7 @@ def tensor_account(resolved: ResolvedJob) -> dict[str, TensorAccount]:
 def _built(
     resolved: ResolvedJob, rank: int, software: Software = TODAY, **others: Any
 ) -> Iterator[tuple[Job, FakeTensorMode]]:
-    """The job of `rank`, with fake tensors of that mode; its fake world exists inside.
-
-    `others` are fields of Builders.
-    """
+    """The job of `rank` with fake tensors, in its fake world; `others` are fields of Builders."""
     planned = _planned_device(resolved)
     with contextlib.ExitStack() as stack:
         stack.enter_context(own_settings())

@@ -5,8 +5,6 @@ The configuration of the job comes from the checkpoint, except for the plan. It 
 user must name any module to import or folder to open (convert/stored.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Sequence
@@ -121,7 +119,7 @@ def draw(
             tokenizer = getattr(job.data, "tokenizer", None) if is_streamed else None
             writer = tokenizer and generate.TextWriter(tokenizer, config.sampling.prompt)
 
-        def show(new: Tensor) -> None:
+        def show(new: "Tensor") -> None:
             with contextlib.suppress(*tolerated):
                 if writer is not None:
                     writer.add(int(new))
@@ -146,7 +144,7 @@ def draw(
 def _open(path: Path) -> tuple[Path, Manifest | None, dict[str, Any]]:
     """The path of the weights, the manifest (None for .safetensors), and the configuration."""
     if path.suffix == ".safetensors":
-        from titanlite.checkpoint.weights import read_config
+        from titanlite.tools.convert.command import read_config
 
         config = read_config(path)
         if config is None:

@@ -4,12 +4,12 @@ The weights are gathered into the plain model on every rank, under any plan, and
 divided among the ranks.
 """
 
-from __future__ import annotations
-
+import contextlib
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,7 +29,7 @@ from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import whole_tensor
 from titanlite.modules.tied import find_tied, tie
 from titanlite.parallelize.part import DTYPES
-from titanlite.ranks.world import free_memory_bytes
+from titanlite.parallelize.tensor_account import BUFFER
 from titanlite.training.initial_weights import (
     draws_by_name,
     generator_for,
@@ -217,10 +217,7 @@ class Pace:
         return self._was_kept
 
     def _forecast(self) -> float:
-        """The estimated seconds for the tokens that are left.
-
-        The cost of a token grows with its position, so a line is fitted to the checks.
-        """
+        """Estimated seconds for the tokens left: a line through the checks, as costs grow."""
         num_left, seconds_each = self._looks[-1]
         if len(self._looks) < LOOKS_FOR_A_LINE:
             return num_left * seconds_each
@@ -327,14 +324,14 @@ def whole_model(job: Job) -> nn.Module:
     for part in job.parts:
         for name, buffer in part.named_buffers():
             buffers[canonical_name(name)].copy_(whole_tensor(buffer))
-    for name, buffer in job.whole_buffers():
+    for name, buffer in _whole_buffers(job):
         buffers[name].copy_(buffer)
     return model
 
 
 def _fits(job: Job) -> bool:
     """Whether the whole model takes at most half of the free memory of each rank."""
-    free = free_memory_bytes(job.world.device)
+    free = _free_memory_bytes(job.world.device)
     if job.world.device.type == "cpu":
         free //= job.world.local_size
     return not _on_any_rank(job, 2 * job.model_bytes > free)
@@ -381,3 +378,32 @@ class TextWriter:
         if len(self._tokens) > 2 * CONTEXT:
             self._tokens = self._tokens[-CONTEXT:]
             self._shown = len(self._tokenizer.decode(self._tokens))
+
+
+def _whole_buffers(job: Job) -> Iterator[tuple[str, Tensor]]:
+    """(canonical name, persistent buffer), the first of all copies; a collective call."""
+    own = {name: whole_tensor(buffer) for name, buffer in job.buffers.items()}
+    if job.pipeline is None:
+        yield from own.items()
+        return
+    device, group = job.world.device, job.pipeline.group
+    for name, one in job.tensors.items():
+        if one.kind != BUFFER:
+            continue
+        place = job.pipeline.table.stage_to_rank[one.stages[0]]
+        is_here = one.stages[0] in job.stage_numbers
+        found: list[Any] = [own[name].cpu() if is_here else None]
+        # Of a buffer of another stage neither shape nor dtype is known here.
+        dist.broadcast_object_list(found, group=group, group_src=place)
+        yield name, found[0].to(device)
+
+
+def _free_memory_bytes(device: torch.device) -> int:
+    """The free memory of `device`: of the GPU, or of the machine for the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

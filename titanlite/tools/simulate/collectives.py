@@ -5,8 +5,6 @@ data, independent of the number of elements. The last three functions are for ma
 integer_model.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -102,7 +100,6 @@ def all_to_all(
 def all_reduce_matrix(
     gpu: GPU, ranks: Sequence[int], description: str, size_units: Number, matrix: Matrix
 ) -> Matrix:
-    """`ring_all_reduce` of a matrix of `size_units`."""
     total = ring_all_reduce(gpu, ranks, description, size_units, flatten([matrix]))
     return unflatten(total, [matrix])[0]
 

@@ -1,7 +1,5 @@
 """`titanlite simulate`: run schemes from the command line; print and draw the results."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.observe.terminal import terminal_width
-from titanlite.quantities import format_table
 from titanlite.schedule.timeline import Timeline
 from titanlite.schedule.trace import make_trace
 from titanlite.tools.figures.schedule_text import draw_text
@@ -37,6 +34,7 @@ from titanlite.tools.simulate.result import Simulation
 from titanlite.tools.simulate.schemes import STRATEGIES, Workload, run_scheme
 from titanlite.tools.simulate.sweep import Point, read_axes
 from titanlite.tools.simulate.work import SimulationError
+from titanlite.tools.tables import format_table
 
 FILES = {
     "svg": (".svg",),

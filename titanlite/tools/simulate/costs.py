@@ -1,7 +1,5 @@
 """The costs of a simulation, in any one unit of time; the defaults are the notebook's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,7 +9,7 @@ from titanlite.tools.simulate.exact import Exact, Number, Ticks, exact, is_fract
 from titanlite.tools.simulate.network import Network
 from titanlite.tools.simulate.work import SimulationError, ask
 
-PerStage: TypeAlias = "Number | Sequence[Number] | Callable[[int], Number]"
+PerStage: TypeAlias = Number | Sequence[Number] | Callable[[int], Number]
 
 
 @dataclass(frozen=True)

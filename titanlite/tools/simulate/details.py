@@ -1,7 +1,5 @@
 """What makes a simulation differ from the default one, in words: the end of its picture's title."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

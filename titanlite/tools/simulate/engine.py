@@ -8,8 +8,6 @@ time, and a heap per worker holds its ready work: n work items take about n log(
 strategy.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -251,10 +249,7 @@ class _Engine:
                     self.touched.append(target)
 
     def _send(self, number: int, worker: int, target: int) -> int:
-        """Send the output of `number` to `target`; the time at which it arrives.
-
-        Without overlap, the sender is blocked until then.
-        """
+        """When the output of `number` arrives; without overlap, the sender is busy until then."""
         link = self.plan.link(worker, target)
         leaves = max(self.now, self.port_free[worker])
         if self.costs.overlap_transfers:

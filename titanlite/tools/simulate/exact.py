@@ -5,8 +5,6 @@ would not be. Here 0.1 is one tenth. Times become integers over one common denom
 simulation runs, and numbers again in its results.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from decimal import Decimal
@@ -17,9 +15,9 @@ from typing import Any, TypeAlias
 
 from titanlite.tools.simulate.work import SimulationError
 
-Number: TypeAlias = "int | float | Fraction | Decimal"
-Exact: TypeAlias = "int | Fraction"
-Time: TypeAlias = "int | float | Fraction"
+Number: TypeAlias = int | float | Fraction | Decimal
+Exact: TypeAlias = int | Fraction
+Time: TypeAlias = int | float | Fraction
 
 MOST = 10**100
 """The largest number allowed; the smallest above zero is its inverse."""

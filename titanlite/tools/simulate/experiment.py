@@ -6,8 +6,6 @@ It defines `strategy`, and as wanted `order`, `priority`, `max_in_flight`, `need
 functions raise becomes one SimulationError that gives file and line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import sys
@@ -154,10 +152,7 @@ def _with_job(
 
 @contextlib.contextmanager
 def _importing_from(folder: Path) -> Iterator[None]:
-    """Modules of `folder` can be imported inside, and are forgotten afterwards.
-
-    So another experiment may have neighbours of the same names.
-    """
+    """Modules of `folder` can be imported inside; afterwards others may have their names."""
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     try:

@@ -1,7 +1,5 @@
 """The figures of simulations as rows of a table and of a CSV file."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -70,7 +68,6 @@ def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as HTML."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)

@@ -9,11 +9,8 @@ and messages between two ranks keep their order. Results and clocks therefore do
 order in which threads run (a Kahn process network).
 """
 
-from __future__ import annotations
-
-import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class GPUEvent(NamedTuple):
-    """`kind` is compute, send, receive, wait, barrier or join; `work` (pass, layer, item) or None.
+    """`kind` is compute, send, receive, wait or join; `work` (pass, layer, item) or None.
 
     `start` and `end` are the floats nearest to the exact times. An event that `is_overlapped` runs
     beside the GPU's computation, see `GPU.overlapped`.
@@ -52,12 +49,7 @@ class GPU:
     """One device: `clock` is its exact time, `events` its history, `peak_memory_units` its peak."""
 
     def __init__(
-        self,
-        global_rank: int,
-        cluster: Cluster | None = None,
-        *,
-        network: Network = ETHERNET,
-        memory_units: Number = math.inf,
+        self, global_rank: int, cluster: "Cluster | None" = None, *, network: Network = ETHERNET
     ) -> None:
         self.global_rank = global_rank
         self.clock: Exact = 0
@@ -65,9 +57,6 @@ class GPU:
         self.peak_memory_units = 0.0
         self._overlapped: Exact = 0
         self._is_overlapped = False
-        self.memory_units = memory_units
-        if memory_units != math.inf:
-            exact(memory_units, "memory_units")
         self._cluster = cluster
         self._network = network
         self._held: dict[str, Exact] = {}
@@ -148,27 +137,12 @@ class GPU:
         if self._overlapped > self.clock:
             self._spend("join", description, self._overlapped - self.clock)
 
-    def barrier(self, ranks: Sequence[int], description: str = "barrier") -> None:
-        """Wait until all `ranks` reach the barrier, plus one latency."""
-        if self._cluster is None or len(ranks) == 1:
-            return
-        for rank in ranks:
-            self._cluster.put(self.global_rank, rank, self.clock, None)
-        last = max(self._cluster.take(rank, self.global_rank, description)[0] for rank in ranks)
-        latency = self._network.slowest_link(ranks).seconds(0)
-        self._spend("barrier", description, last - self.clock + latency)
-
     def allocate(self, description: str, memory_units: Number) -> None:
-        """Allocate memory until `free`. Raises SimulationError if the device runs out of memory."""
+        """Allocate memory until `free`."""
         units = exact(memory_units, f"GPU {self.global_rank}: memory_units of {description}")
         self._held[description] = self._held.get(description, 0) + units
-        held = sum(self._held.values())
-        if self.memory_units != math.inf and held > exact(self.memory_units, "memory_units"):
-            raise SimulationError(
-                f"GPU {self.global_rank} is out of memory: with {description} it needs "
-                f"{float(held):g} of {float(self.memory_units):g} units"
-            )
-        self.peak_memory_units = max(self.peak_memory_units, float(held))
+        held = float(sum(self._held.values()))
+        self.peak_memory_units = max(self.peak_memory_units, held)
 
     def free(self, description: str) -> None:
         """Free all memory allocated under `description`."""
@@ -204,33 +178,17 @@ class GPU:
         self.events.append(event)
         # In real time, waits need no sleep: the thread itself has waited for the message. What is
         # overlapped is slept through by `join`, as far as it outlasts the computation.
-        if (
-            self._cluster is not None
-            and kind not in ("wait", "barrier")
-            and not self._is_overlapped
-        ):
+        if self._cluster is not None and kind != "wait" and not self._is_overlapped:
             self._cluster.pass_time(float(seconds))
 
 
 class Cluster:
-    """`num_ranks` GPUs on one network, in virtual time, or in real time if `sleep`.
+    """`num_ranks` GPUs on one network, in virtual time, or in real time if `sleep`."""
 
-    `memory_units` is the memory of each GPU.
-    """
-
-    def __init__(
-        self,
-        num_ranks: int,
-        network: Network = ETHERNET,
-        *,
-        memory_units: Number = math.inf,
-        sleep: bool = False,
-    ) -> None:
+    def __init__(self, num_ranks: int, network: Network = ETHERNET, *, sleep: bool = False) -> None:
         if num_ranks < 1:
             raise SimulationError(f"num_ranks is {num_ranks}; a cluster needs at least one rank")
-        self.gpus = [
-            GPU(rank, self, network=network, memory_units=memory_units) for rank in range(num_ranks)
-        ]
+        self.gpus = [GPU(rank, self, network=network) for rank in range(num_ranks)]
         self._sleeps = sleep
 
     @property

@@ -6,8 +6,6 @@ a list of rows, a sequence has one row per token. The parts of a layer have whol
 shards of one tensor-parallel rank, and then return partial sums.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
@@ -196,7 +194,6 @@ def loss_of(x: Matrix) -> int:
 
 
 def loss_gradient(x: Matrix) -> Matrix:
-    """The gradient of `loss_of`."""
     return [[2 * value for value in row] for row in x]
 
 
@@ -213,7 +210,6 @@ def update(parts: Iterable[Part]) -> dict[str, list[list[Fraction]]]:
 
 
 def flatten(matrices: Iterable[Matrix]) -> list[int]:
-    """All numbers of `matrices` in one list."""
     return [value for matrix in matrices for row in matrix for value in row]
 
 

@@ -1,7 +1,5 @@
 """The memory of each worker over time, by what fills it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -1,14 +1,12 @@
 """The memory of a simulation's workers as a table, and as a picture."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
-from titanlite.quantities import format_table
 from titanlite.tools.simulate.memory import KINDS
 from titanlite.tools.simulate.quantity import show_size, size_scale, time_scale
 from titanlite.tools.simulate.result import Simulation
+from titanlite.tools.tables import format_table
 
 MOST_ROWS = 32
 LEVELS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"

@@ -1,7 +1,5 @@
 """The cost of sending: a link has a latency and a bandwidth, a network has two kinds of link."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction

@@ -3,8 +3,6 @@
 All times of a run have a unit, as in 1.5ms, or none has, and so with sizes (4GiB, 50GB/s).
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -5,8 +5,6 @@ Work items are numbered in the order in which a batch passes through S stages: n
 The weight gradient of a split backward runs on the worker of that backward and has no number here.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable
 from functools import partial

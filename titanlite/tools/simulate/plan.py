@@ -1,7 +1,5 @@
 """The input of the engine: where each work item runs, how long it takes, and what it waits for."""
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,7 +85,6 @@ class Plan:
         return forward if direction == Direction.FORWARD else self.backward_of(forward)
 
     def work(self, number: int) -> Work:
-        """The work item with a number."""
         if number >= self.num_chained:
             batch, stage = divmod(number - self.num_chained, self.num_stages)
             return Work(stage, batch, Direction.WEIGHT)

@@ -5,8 +5,6 @@ ready. Any callable from Work to a comparable value is a priority. The three bel
 formula, so the engine need not call them once per work item.
 """
 
-from __future__ import annotations
-
 from titanlite.tools.simulate.work import Direction, Work
 
 

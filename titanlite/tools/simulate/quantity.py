@@ -4,8 +4,6 @@ Inside, a simulation computes with plain numbers. Where all times have units, th
 where all sizes have units, bytes.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import NamedTuple
 

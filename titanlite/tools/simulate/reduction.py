@@ -1,7 +1,5 @@
 """Gradient reduction: sum each stage's gradient over the workers that computed or store it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, TypeAlias
 
 from titanlite.tools.simulate.exact import Exact, Time
@@ -19,7 +17,7 @@ class Reduction(NamedTuple):
     end: Time
 
 
-ReductionTicks: TypeAlias = "tuple[int, list[int], Exact, Exact]"
+ReductionTicks: TypeAlias = tuple[int, list[int], Exact, Exact]
 
 
 def reduce_gradients(plan: Plan, starts: list[int]) -> list[ReductionTicks]:

@@ -1,7 +1,5 @@
 """The result of a simulation: when each work item ran, what it cost, and a lower bound."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
@@ -215,10 +213,7 @@ class Simulation:
 
     @cached_property
     def _routes(self) -> Counter[tuple[tuple[int, ...], bytes]]:
-        """The distinct routes (workers of a batch in order, split backwards), with their counts.
-
-        Most strategies use few routes, however many batches there are.
-        """
+        """The distinct routes (workers of a batch in order, split backwards), with their counts."""
         plan, chain = self._plan, 2 * self.num_stages
         return Counter(
             (

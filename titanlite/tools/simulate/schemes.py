@@ -5,8 +5,6 @@ from `STRATEGIES` or `titanlite.schedule.SCHEDULES`, a schedule in a CSV file, o
 function `strategy(work)` (or `file.py:another_name`).
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace

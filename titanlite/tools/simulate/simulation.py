@@ -5,8 +5,6 @@ weights. A priority, a limit on work in flight, or a fixed order decides what ru
 parallelism, FSDP, pipelines, looped pipelines and new schemes differ only in these.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -14,17 +12,10 @@ from numbers import Integral
 from typing import Any, TypeAlias, cast
 
 from titanlite.schedule.actions import BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, Schedule
+from titanlite.tools.simulate import placement
 from titanlite.tools.simulate.costs import Costs
 from titanlite.tools.simulate.details import details
 from titanlite.tools.simulate.engine import run
-from titanlite.tools.simulate.placement import (
-    ASKED_TWICE,
-    Needs,
-    Strategy,
-    place,
-    read_needs,
-    way_of_a_batch,
-)
 from titanlite.tools.simulate.plan import Plan
 from titanlite.tools.simulate.priority import Lexicographic, OldestBatchFirst
 from titanlite.tools.simulate.reduction import reduce_gradients
@@ -41,20 +32,20 @@ from titanlite.tools.simulate.work import (
 
 Priority: TypeAlias = Callable[[Work], Any]
 Order: TypeAlias = Callable[[int], "Iterable[Work | Action]"]
-MaxInFlight: TypeAlias = "int | Sequence[int] | Callable[[int], int]"
+MaxInFlight: TypeAlias = int | Sequence[int] | Callable[[int], int]
 
 
 def simulate(
     num_workers: int,
     num_stages: int,
     num_batches: int,
-    strategy: Strategy,
+    strategy: placement.Strategy,
     priority_order: Priority | None = None,
     *,
     order: Order | None = None,
     max_in_flight: MaxInFlight | None = None,
     split_backward: bool = False,
-    needs: Needs | None = None,
+    needs: placement.Needs | None = None,
     costs: Costs | None = None,
     title: str | None = None,
 ) -> Simulation:
@@ -92,7 +83,7 @@ def simulate(
         )
     check_size(num_workers, num_stages, num_batches, is_listed=order is not None)
     title = title or str(getattr(strategy, "__name__", type(strategy).__name__))
-    compute, weight = place(num_workers, num_stages, num_batches, strategy, title)
+    compute, weight = placement.place(num_workers, num_stages, num_batches, strategy, title)
     plan = Plan(
         num_workers,
         num_stages,
@@ -103,7 +94,7 @@ def simulate(
         bytearray([split_backward]) * (num_stages * num_batches),
     )
     if needs is not None:
-        plan.needs = read_needs(plan, needs)
+        plan.needs = placement.read_needs(plan, needs)
     if order is not None:
         plan.orders = _read_orders(plan, order)
     else:
@@ -174,7 +165,7 @@ def _check_all_ran(plan: Plan, starts: list[int | None]) -> None:
 def _keys(plan: Plan, priority: Priority | None) -> Sequence[int]:
     """The key of every work item but weight gradients: the rank of the priority of its frontier."""
     stages, chain, modulus = plan.num_stages, 2 * plan.num_stages, plan.modulus
-    way = way_of_a_batch(stages)
+    way = placement.way_of_a_batch(stages)
     if priority is None:
         priority = OldestBatchFirst(stages, plan.num_batches)
     if isinstance(priority, Lexicographic):
@@ -200,7 +191,7 @@ def _keys(plan: Plan, priority: Priority | None) -> Sequence[int]:
     for batch in range(plan.num_batches):
         for k, frontier in enumerate(frontier_of):
             priorities.append((_ask(priority, frontier._replace(batch=batch)), k > 0))
-    for number in range(0, len(priorities), max(1, len(priorities) // ASKED_TWICE)):
+    for number in range(0, len(priorities), max(1, len(priorities) // placement.ASKED_TWICE)):
         frontier = frontier_of[number % chain]._replace(batch=number // chain)
         if repr(_ask(priority, frontier)) != repr(priorities[number][0]):
             raise SimulationError(

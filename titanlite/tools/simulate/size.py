@@ -1,7 +1,5 @@
 """An estimate of what a simulation takes; sizes that cannot be simulated are refused before it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

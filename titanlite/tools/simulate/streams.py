@@ -7,8 +7,6 @@ the transfer has ended. Transfers that use the same link share its rate, max-min
 from one event to the next; rates change only there.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections import defaultdict, deque
 from collections.abc import Sequence

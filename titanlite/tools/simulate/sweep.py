@@ -4,8 +4,6 @@
 the points that no other point beats.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections import Counter

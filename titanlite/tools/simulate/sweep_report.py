@@ -1,18 +1,16 @@
 """A sweep's progress bar, its table, CSV file and picture."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlite.observe.terminal import terminal_width
-from titanlite.quantities import format_table
 from titanlite.tools.options import counting_bar
 from titanlite.tools.simulate.figures import Row, table_rows, write_csv
 from titanlite.tools.simulate.quantity import Quantity, size_scale, time_scale
 from titanlite.tools.simulate.sweep import Fronts, Point, Swept, mark_fronts, run_sweep
+from titanlite.tools.tables import format_table
 
 MOST_REASONS = 5
 

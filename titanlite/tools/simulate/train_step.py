@@ -5,8 +5,6 @@ The model is that of integer_model.py, so losses, gradients and new weights must
 `single_process`, whatever the plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction

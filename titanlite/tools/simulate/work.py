@@ -1,7 +1,5 @@
 """The data types of a strategy: a work item, and the two workers assigned to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NamedTuple

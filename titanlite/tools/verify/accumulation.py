@@ -3,14 +3,11 @@
 A plan splits the batch, so a job whose result depends on the split cannot be compared.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from titanlite.config import ResolvedJob
 from titanlite.errors import ConfigError
 from titanlite.parallelize.steps import depends_on_microbatch
 from titanlite.registry import is_over_batch
+from titanlite.tools.verify import jobs
 from titanlite.tools.verify.causes import find_causes
 from titanlite.tools.verify.differences import (
     Disagreement,
@@ -21,21 +18,9 @@ from titanlite.tools.verify.differences import (
     largest_of,
 )
 from titanlite.tools.verify.job_runs import JobRuns, Reference
-from titanlite.tools.verify.jobs import (
-    PARTS,
-    JobRun,
-    accumulation_pair,
-    microbatches_of,
-    plan_job,
-    reference_job,
-)
-from titanlite.tools.verify.record import Mixing
 from titanlite.tools.verify.report import WORDS
 from titanlite.tools.verify.result import Verification
 from titanlite.tools.verify.sensitivity import NUM_PERTURBED
-
-if TYPE_CHECKING:
-    from titanlite.ranks.world import World
 
 
 class Accumulation:
@@ -57,11 +42,11 @@ class Accumulation:
         """
         if depends_on_microbatch(plan.config):
             return ""
-        pair = accumulation_pair(plan_job(plan, "float64"))
+        pair = jobs.accumulation_pair(jobs.plan_job(plan, "float64"))
         if pair is None:
             return ""
         at_once, in_parts = pair
-        reference = self._runs.reference(JobRun(at_once, num_steps))
+        reference = self._runs.reference(jobs.JobRun(at_once, num_steps))
         if reference.narrowed:
             return ""
         key = at_once.config.model_dump_json(exclude_unset=True), num_steps
@@ -71,7 +56,7 @@ class Accumulation:
 
     def _explain(self, reference: Reference, in_parts: ResolvedJob, num_steps: int) -> str:
         """What is wrong with the sum over parts of the batch; "" for nothing."""
-        runs = self._runs.run(JobRun(in_parts, num_steps), reference)
+        runs = self._runs.run(jobs.JobRun(in_parts, num_steps), reference)
         cut = Verification(in_parts, "float64", num_steps, 1)
         cut.differences = differences(runs, reference.steps)
         cut.judge(Tolerance("float64", [dict.fromkeys(s, 1.0) for s in cut.differences]))
@@ -95,17 +80,11 @@ class Accumulation:
     def _require_fixed(self, reference: Reference, num_steps: int) -> None:
         """Raises ConfigError if the same job gives another result when it is run again."""
         job = reference.job
-        again = differences(self._runs.run(JobRun(job, num_steps), reference), reference.steps)
+        again = differences(self._runs.run(jobs.JobRun(job, num_steps), reference), reference.steps)
         unlike = [f for f in failures(again, Tolerance("float64")) if f.kind != "lr"]
         if not unlike:
             return
-
-        def on_rank(world: World) -> str:
-            from titanlite.tools.verify.inspect_model import find_random
-
-            return find_random(world, job)
-
-        who = self._runs.pools.alone(on_rank)
+        who = self._runs.pools.alone("titanlite.tools.verify.inspect_model:find_random", job)
         first, which = unlike[0], f": {who} from torch's own generators" if who else ""
         raise ConfigError(
             f"model.name: on one process the same batch gives another {_what(first)} at step "
@@ -116,13 +95,7 @@ class Accumulation:
 
     def _mixing(self, job: ResolvedJob) -> str:
         """How the loss mixes samples; "" if it does not. Raises ConfigError if a module does."""
-
-        def on_rank(world: World) -> Mixing:
-            from titanlite.tools.verify.inspect_model import find_mixing
-
-            return find_mixing(world, job)
-
-        mixing = self._runs.pools.alone(on_rank)
+        mixing = self._runs.pools.alone("titanlite.tools.verify.inspect_model:find_mixing", job)
         if mixing.module:
             raise ConfigError(
                 f"model.name: the output of {mixing.module} for a sequence depends on the other "
@@ -153,14 +126,14 @@ def measure_rounding(
     In float8, and with a loss over the whole batch, parts are not compared: the numbers depend on
     how the batch is split.
     """
-    microbatches = microbatches_of(found.job)
+    microbatches = jobs.microbatches_of(found.job)
     is_whole = bool(microbatches) or is_over_batch(found.job.config.training.loss)
-    others = [] if is_whole else [reference_job(found.job, num_parts=PARTS)]
+    others = [] if is_whole else [jobs.reference_job(found.job, num_parts=jobs.PARTS)]
     if found.dtype != "float64":
-        others.append(reference_job(plan_job(found.job, "float64")))
+        others.append(jobs.reference_job(jobs.plan_job(found.job, "float64")))
 
     orders = [
-        JobRun(other, found.num_steps, microbatches=microbatches, replay=found.replays)
+        jobs.JobRun(other, found.num_steps, microbatches=microbatches, replay=found.replays)
         for other in others
     ]
     measured = (differences(runs.run(one, reference), reference.steps) for one in orders)
@@ -174,11 +147,13 @@ def measure_sensitivity(
 
     The last run has its batch in parts where that is allowed: long sums round by their order, too.
     """
-    microbatches = microbatches_of(found.job)
+    microbatches = jobs.microbatches_of(found.job)
     is_whole = bool(microbatches) or is_over_batch(found.job.config.training.loss)
-    last = reference.job if is_whole else reference_job(found.job, num_parts=PARTS)
+    last = reference.job if is_whole else jobs.reference_job(found.job, num_parts=jobs.PARTS)
     perturbed = [
-        JobRun(job, found.num_steps, None, microbatches, replay=found.replays, perturbed=number)
+        jobs.JobRun(
+            job, found.num_steps, None, microbatches, replay=found.replays, perturbed=number
+        )
         for number, job in enumerate([reference.job] * (NUM_PERTURBED - 1) + [last], 1)
     ]
     measured = (

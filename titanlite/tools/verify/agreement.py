@@ -1,7 +1,5 @@
 """On a rank: compares its shards of tensors with the same shards of the reference's tensors."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

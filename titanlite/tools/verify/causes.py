@@ -1,10 +1,7 @@
 """Finds the cause of a job's differences: runs a step again in detail, and without its features."""
 
-from __future__ import annotations
-
 import json
 import math
-from typing import TYPE_CHECKING
 
 from titanlite.config import override, resolve_job
 from titanlite.errors import TitanliteError
@@ -13,12 +10,9 @@ from titanlite.tools.verify.differences import differences, failures
 from titanlite.tools.verify.evidence import JobEvidence
 from titanlite.tools.verify.job_runs import JobRuns, Reference, failure
 from titanlite.tools.verify.jobs import JobRun, Patch, features_off
-from titanlite.tools.verify.record import RankRun, RankTrace, ReferenceTrace
+from titanlite.tools.verify.record import RankRun
 from titanlite.tools.verify.result import Verification
 from titanlite.tools.verify.wording import told_apart
-
-if TYPE_CHECKING:
-    from titanlite.ranks.world import World
 
 EVALUATED = {"validation", "metric"}
 # The relative difference below which two runs of one step are the same, in float64.
@@ -87,19 +81,12 @@ def _trace(
     job, alone, folder = evidence.job, reference.job, reference.folder
     names, evaluates = evidence.failed("gradient"), evidence.evaluates
 
-    def trace_alone(world: World) -> ReferenceTrace:
-        from titanlite.tools.verify.job_trace import trace_reference
-
-        return trace_reference(world, alone, step, folder, job, names, evaluates=evaluates)
-
-    known = evidence.reference_trace = runs.pools.alone(trace_alone)
-
-    def trace_rank(world: World) -> RankTrace:
-        from titanlite.tools.verify.job_trace import trace_plan
-
-        return trace_plan(world, job, step, folder, names, known, patch, evaluates=evaluates)
-
-    evidence.watched = evidence.traces = runs.pools.of(job.dims.world_size).call(trace_rank)
+    on_one = "titanlite.tools.verify.job_trace:trace_reference"
+    on_rank = "titanlite.tools.verify.job_trace:trace_plan"
+    known = runs.pools.alone(on_one, alone, step, folder, job, names, evaluates=evaluates)
+    what = job, step, folder, names, known, patch
+    traces = runs.pools.of(job.dims.world_size).call(on_rank, *what, evaluates=evaluates)
+    evidence.reference_trace, evidence.traces, evidence.watched = known, traces, traces
 
 
 def explain_error(

@@ -5,8 +5,6 @@ sum of cells' gradients with weights other than one, the cells were computed cor
 incorrectly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command `titanlite verify`: does a plan compute what one process computes?"""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

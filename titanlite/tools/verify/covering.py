@@ -1,7 +1,5 @@
 """A greedy covering array: choices that together contain every pair of values; torch-free."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence

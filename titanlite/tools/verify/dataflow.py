@@ -4,8 +4,6 @@ Between two such tensors there is a module, or code between modules. The sentenc
 jobs and for other code.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -502,7 +500,8 @@ def _of_gradient(e: Evidence, last: str, found: Mapping[int, Agreement]) -> str:
         how += "microbatch, or its own in another order"
     places = {t.rank: t.events[last].gradient_places for t in e.traces if t.rank in found}
     how = how or next(_where(e, places), "")
-    over = [x for x in e.events if module_of(x) == module_of(last) and _any(e, x, _is_overwritten)]
+    own = [event for event in e.events if module_of(event) == module_of(last)]
+    over = [event for event in own if _any(e, event, lambda one: one.is_overwritten)]
     if over:
         how = f"{describe_event(over[0])} was overwritten after the forward pass, and the backward "
         how += "pass reads it: a buffer is used again too early"
@@ -515,10 +514,6 @@ def _exchanges_forward_alone(e: Evidence, event: str) -> bool:
     calls = {module_of(call) for trace in e.watched for call in trace.groups}
     inside = any(module in (call, *around(call)) for call in calls)
     return inside and not any(event in trace.exchanged for trace in e.watched)
-
-
-def _is_overwritten(one: ModuleOutput) -> bool:
-    return one.is_overwritten
 
 
 def _partial_over(e: Evidence, event: str) -> str:

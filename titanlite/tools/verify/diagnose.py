@@ -7,49 +7,12 @@ Each compares the numbers with the pattern of one kind of error: an extra sum, a
 skipped rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from titanlite.tools.verify.dataflow import explain_missing
+from titanlite.tools.verify import dataflow, experts, gradients, inputs, passes, updates
 from titanlite.tools.verify.differences import KINDS
 from titanlite.tools.verify.evidence import Evidence
-from titanlite.tools.verify.experts import (
-    explain_auxiliary_loss,
-    explain_expert_gradients,
-    explain_experts,
-    explain_loads,
-)
-from titanlite.tools.verify.gradients import explain_cells, explain_gradients
-from titanlite.tools.verify.inputs import (
-    explain_count,
-    explain_counts,
-    explain_data,
-    explain_shards,
-    explain_stage_positions,
-    explain_start,
-)
-from titanlite.tools.verify.passes import (
-    explain_cures,
-    explain_float8,
-    explain_forward,
-    explain_loss,
-    explain_recomputation,
-    unexplained,
-    wrong_backward,
-)
-from titanlite.tools.verify.updates import (
-    explain_buffers,
-    explain_metrics,
-    explain_norm_alone,
-    explain_rate,
-    explain_reloaded,
-    explain_replicas,
-    explain_state,
-    explain_update,
-    explain_validation,
-)
 from titanlite.tools.verify.wording import Explained, agree, name_parameters
 
 E = TypeVar("E", bound=Evidence)
@@ -64,9 +27,9 @@ def diagnose(evidence: E, questions: Iterable[Callable[[E], Iterable[str]]]) -> 
             break
     found = _by_coverage(evidence, found)
     # Replicas differ as a result of most errors.
-    splits = list(explain_replicas(evidence))
+    splits = list(updates.explain_replicas(evidence))
     if not found and (evidence.found.failures or not splits):
-        found = [unexplained(evidence)]
+        found = [passes.unexplained(evidence)]
     found += splits
     found += _growth(evidence)
     return found
@@ -87,8 +50,8 @@ def _by_coverage(e: Evidence, found: list[str]) -> list[str]:
     first = places[0]
     left = sorted(set(e.failed("gradient")) - explained) if first == 0 else []
     more: list[str] = [*kept]
-    if len(left) > len(explained) or (left and wrong_backward(e)):
-        more.insert(0 if len(left) > len(explained) else len(kept), unexplained(e, left))
+    if len(left) > len(explained) or (left and passes.wrong_backward(e)):
+        more.insert(0 if len(left) > len(explained) else len(kept), passes.unexplained(e, left))
     elif left:
         shown = name_parameters(left, e.runs, "gradient")
         more[0] += f". This does not explain {shown}, which {agree(shown, 'differ')} too"
@@ -121,34 +84,34 @@ def _growth(e: Evidence) -> list[str]:
     ]
 
 
-CONCLUSIVE: set[Callable[..., Iterable[str]]] = {explain_start, explain_data}
+CONCLUSIVE: set[Callable[..., Iterable[str]]] = {inputs.explain_start, inputs.explain_data}
 """With other weights or other data, everything after them differs too."""
 
 QUESTIONS_OF_JOB = (
-    explain_shards,
-    explain_start,
-    explain_data,
-    explain_stage_positions,
-    explain_count,
-    explain_cures,
-    explain_recomputation,
-    explain_float8,
-    explain_experts,
-    explain_auxiliary_loss,
-    explain_missing,
-    explain_forward,
-    explain_cells,
-    explain_loss,
-    explain_expert_gradients,
-    explain_gradients,
-    explain_loads,
-    explain_counts,
-    explain_norm_alone,
-    explain_rate,
-    explain_update,
-    explain_state,
-    explain_buffers,
-    explain_validation,
-    explain_metrics,
-    explain_reloaded,
+    inputs.explain_shards,
+    inputs.explain_start,
+    inputs.explain_data,
+    inputs.explain_stage_positions,
+    inputs.explain_count,
+    passes.explain_cures,
+    passes.explain_recomputation,
+    passes.explain_float8,
+    experts.explain_experts,
+    experts.explain_auxiliary_loss,
+    dataflow.explain_missing,
+    passes.explain_forward,
+    gradients.explain_cells,
+    passes.explain_loss,
+    experts.explain_expert_gradients,
+    gradients.explain_gradients,
+    experts.explain_loads,
+    inputs.explain_counts,
+    updates.explain_norm_alone,
+    updates.explain_rate,
+    updates.explain_update,
+    updates.explain_state,
+    updates.explain_buffers,
+    updates.explain_validation,
+    updates.explain_metrics,
+    updates.explain_reloaded,
 )

@@ -1,7 +1,5 @@
 """Combines the measurements of all ranks and compares them with the tolerances; torch-free."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -189,7 +187,6 @@ def _noise(gradients: Sequence[Mapping[str, Agreement]], most: float) -> set[str
 
 
 def badness(difference: float, tolerance: float) -> float:
-    """A difference divided by its tolerance."""
     if tolerance == 0.0:
         return 0.0 if difference == 0.0 else math.inf
     return difference / tolerance

@@ -6,8 +6,6 @@ of what all ranks already hold alike, and data that is received and never read. 
 again to save memory, as FSDP2 does before the backward pass, do none of these.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -170,7 +168,7 @@ def _alike(traffic: Sequence[Traffic]) -> list[frozenset[int]]:
             [
                 (i, one)
                 for i, one in enumerate(traffic[rank].sent)
-                if one.ranks == ranks and _is_all(one)
+                if one.ranks == ranks and one.kind in ("all_reduce", "all_gather")
             ]
             for rank in ranks
         ]
@@ -184,10 +182,6 @@ def _alike(traffic: Sequence[Traffic]) -> list[frozenset[int]]:
                 for rank, (index, _) in zip(ranks, row, strict=True):
                     found[rank].add(index)
     return [frozenset(own) for own in found]
-
-
-def _is_all(one: Sent) -> bool:
-    return one.kind in ("all_reduce", "all_gather")
 
 
 def _read_sentences(traffic: Sequence[Traffic]) -> Iterator[str]:

@@ -9,8 +9,6 @@ then show up between the output of one and the input of the next.
 On one process the graph of the backward pass says which of these tensors each is computed from.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import linecache

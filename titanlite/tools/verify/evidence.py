@@ -1,7 +1,5 @@
 """The measurements of a plan that differs, and helpers that the questions of diagnose.py share."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,16 +7,8 @@ from dataclasses import dataclass, field
 
 from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import Grid, ParallelDims
+from titanlite.tools.verify import record
 from titanlite.tools.verify.jobs import microbatch_size
-from titanlite.tools.verify.record import (
-    Agreement,
-    RankRun,
-    RankStep,
-    RankTrace,
-    ReferenceStep,
-    ReferenceTrace,
-    WrongLine,
-)
 from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.wording import listed, name_factor, name_ranks, told_apart
 
@@ -37,12 +27,12 @@ class Evidence:
     """All measurements of a parallel run that differs, for a diagnosis."""
 
     dims: Grid
-    reference: Sequence[ReferenceStep]
-    runs: Sequence[RankRun]
+    reference: Sequence[record.ReferenceStep]
+    runs: Sequence[record.RankRun]
     found: Result
-    reference_trace: ReferenceTrace | None = None
-    traces: Sequence[RankTrace] = ()
-    watched: Sequence[RankTrace] = ()
+    reference_trace: record.ReferenceTrace | None = None
+    traces: Sequence[record.RankTrace] = ()
+    watched: Sequence[record.RankTrace] = ()
     """Of ranks where the lines of the model's code were noted."""
     cured_by: Sequence[str] = ()
     """Settings with which the plan agrees, such as "compile.enable = false"."""
@@ -95,7 +85,7 @@ class Evidence:
                 found[source].append(event)
         return found
 
-    def ranks_with(self, has: Callable[[RankTrace], bool]) -> list[int]:
+    def ranks_with(self, has: Callable[[record.RankTrace], bool]) -> list[int]:
         """The traced ranks for which something holds."""
         return [trace.rank for trace in self.traces if has(trace)]
 
@@ -108,7 +98,7 @@ class Evidence:
         return ""
 
     @property
-    def wrong_line(self) -> WrongLine | None:
+    def wrong_line(self) -> record.WrongLine | None:
         return next((run.wrong_line for run in self.watched if run.wrong_line), None)
 
     def first_wrong_line(self) -> str:
@@ -129,7 +119,7 @@ class Evidence:
             parts.append(f"On one process it reads the result of {lines}, which does not run here")
         return ". ".join(parts)
 
-    def _wrong_line(self, found: WrongLine) -> str:
+    def _wrong_line(self, found: record.WrongLine) -> str:
         start = f"the first line with another result than on one process is {found.line}"
         if found.only_here:
             shown = listed(found.only_here[-MOST_LINES:])
@@ -206,7 +196,7 @@ def holder_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def pooled(parts: Sequence[Agreement]) -> tuple[float, float]:
+def pooled(parts: Sequence[record.Agreement]) -> tuple[float, float]:
     """The factor that fits all parts best, and the largest relative residual of any part."""
     bb, ab = sum(p.bb for p in parts), sum(p.ab for p in parts)
     if bb == 0.0 or not math.isfinite(bb + ab + sum(p.aa for p in parts)):
@@ -221,20 +211,20 @@ def pooled(parts: Sequence[Agreement]) -> tuple[float, float]:
     return factor, 0.0 if left < 3e-7 else left
 
 
-def worst(run: RankRun, tensors: str, step: int, names: Sequence[str]) -> float:
+def worst(run: record.RankRun, tensors: str, step: int, names: Sequence[str]) -> float:
     """One rank's largest difference in the named tensors ("gradients", "weights") of a step."""
     found = getattr(run.steps[step], tensors)
     return max((found[name].difference for name in names if name in found), default=0.0)
 
 
-def ranks_of(e: Evidence, difference: Callable[[RankRun], float]) -> list[int]:
+def ranks_of(e: Evidence, difference: Callable[[record.RankRun], float]) -> list[int]:
     """The ranks whose difference is within a factor of 1e4 of the largest."""
     values = {run.rank: difference(run) for run in e.runs}
     largest = max(values.values())
     return [rank for rank, value in values.items() if value > 0 and value >= 1e-4 * largest]
 
 
-def by_rank(e: Evidence, number: Callable[[RankStep], float]) -> str:
+def by_rank(e: Evidence, number: Callable[[record.RankStep], float]) -> str:
     """Numbers that differ between ranks, each with the ranks that have it."""
     ranks: dict[float, list[int]] = defaultdict(list)
     for run in e.runs:

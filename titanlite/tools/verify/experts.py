@@ -1,7 +1,5 @@
 """What is wrong with experts: routing, dispatch, combination, loads, gradients; torch-free."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 

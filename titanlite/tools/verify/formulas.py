@@ -4,8 +4,6 @@ The reference runs the same optimizer, clipping and loss as the plan, so a bug i
 and no number differs. Each check here returns or yields sentences about what is wrong.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ result = titanlite.verify("configs/tp2_fsdp2.toml", shrink=True)
 assert result.agrees, result
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +43,7 @@ class VerifyResult:
         """Everything that was found, as `titanlite verify --json` writes it."""
         return to_json(self.found, self.found.ran(self.source, self.shrunk))
 
-    def check(self) -> VerifyResult:
+    def check(self) -> "VerifyResult":
         """Raises AssertionError, with what `print` shows, unless the plan agrees."""
         if not self.agrees:
             raise AssertionError(f"\n{self}")

@@ -4,8 +4,6 @@ It tests for three patterns: a common factor, a missing sum over a mesh axis, an
 that are summed with wrong coefficients.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 

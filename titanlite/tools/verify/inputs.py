@@ -1,7 +1,5 @@
 """Differences in what a step starts from: weights, data, positions, target count; torch-free."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 They are found in forward passes of the model on one process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator

@@ -3,23 +3,17 @@
 References are kept, so that a second plan costs only its own steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from titanlite.config import ResolvedJob
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.tools.verify.jobs import JobRun, Microbatches, microbatches_of, saving_job
 from titanlite.tools.verify.pool import RankPools, must_run
 from titanlite.tools.verify.record import RankRun, RankStep, ReferenceRun, ReferenceStep
-
-if TYPE_CHECKING:
-    from titanlite.ranks.world import World
 
 
 @dataclass(kw_only=True)
@@ -79,33 +73,19 @@ class JobRuns:
 
     def _start(self, run: JobRun, folder: str) -> Callable[[], list[RankRun]]:
         """Start such a run; `folder` is the reference's, which may still be running."""
-
-        def on_rank(world: World) -> RankRun:
-            from titanlite.tools.verify.run import run_plan
-
-            return run_plan(world, run, folder)
-
-        return self.pools.of(run.job.dims.world_size).submit(on_rank)
+        pool = self.pools.of(run.job.dims.world_size)
+        return pool.submit("titanlite.tools.verify.run:run_plan", run, folder)
 
     def _start_reference(
         self, run: JobRun, *, is_beside: bool = False
     ) -> tuple[str, Callable[[], Reference]]:
-        """Start a job on one process, unless it was run before.
-
-        Returns its folder, in which each step's record appears, and a function that waits for its
-        end.
-        """
+        """Start a job on one process, unless it has run; its folder, and what waits for its end."""
         key = run.job.config.model_dump_json(exclude_unset=True), run.steps, run.microbatches
         if known := self._references.get(key):
             return known.folder, lambda: known
         folder = tempfile.mkdtemp(dir=self._folder)
-
-        def on_rank(world: World) -> ReferenceRun:
-            from titanlite.tools.verify.run import run_reference
-
-            return run_reference(world, run, folder, is_beside=is_beside)
-
-        results = self.pools.of(1).submit(on_rank)
+        on_rank = "titanlite.tools.verify.run:run_reference"
+        results = self.pools.of(1).submit(on_rank, run, folder, is_beside=is_beside)
 
         def wait() -> Reference:
             with must_run("the job does not run"):
@@ -120,13 +100,8 @@ class JobRuns:
     def _start_resume(self, saved: JobRun, reference: Reference) -> Callable[[], list[RankStep]]:
         """Let one process load the checkpoint of `saved`, as soon as it is complete."""
         job = saving_job(reference.job, saved.job.config.job.dump_folder)
-
-        def on_rank(world: World) -> RankStep:
-            from titanlite.tools.verify.reload import resume_alone
-
-            return resume_alone(world, job, saved.steps, reference.folder)
-
-        return self.pools.of(1).submit(on_rank)
+        on_rank = "titanlite.tools.verify.reload:resume_alone"
+        return self.pools.of(1).submit(on_rank, job, saved.steps, reference.folder)
 
     @contextlib.contextmanager
     def _saving(self, plan: JobRun) -> Iterator[JobRun]:

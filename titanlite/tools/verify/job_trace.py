@@ -4,8 +4,6 @@ trace_reference   records what modules receive and return, and the gradient of e
 trace_plan        compares this rank's with them, and its gradients with sums of cells
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections import defaultdict
@@ -215,7 +213,6 @@ class JobTracer(Tracer):
         return is_input(event) and not self.reference.flow
 
     def tolerance_of(self, tensor: Tensor) -> float:
-        """That of its dtype."""
         return tolerance_of(tensor)
 
     def weights(self) -> Mapping[str, Tensor]:

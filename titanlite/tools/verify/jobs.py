@@ -1,7 +1,5 @@
 """The two jobs that are compared: the job under its plan, and on one process; torch-free."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re

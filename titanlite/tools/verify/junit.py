@@ -1,7 +1,5 @@
 """Results of verified jobs as JUnit XML, which CI systems show: `verify --junit`; torch-free."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -10,8 +10,6 @@ Each result is appended to results.jsonl at once, so that a stopped run can resu
 unchanged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Which way of counting gradients explains a wrong gradient norm; torch-free."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """On a rank: a job that is built in a world which serves one job after another."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import random

@@ -4,16 +4,16 @@ A cell is darker the larger the smallest margin of its plans, red if one differs
 legal plan has that pair. Hovering shows the pair; a click lists only its plans in the table.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from titanlite.mesh.parallel_dims import AXES
 from titanlite.quantities import format_duration
+from titanlite.tools.figures.page_file import make_page
 
 Value = tuple[str, Any]
 CELL, TOP = 15, 34
@@ -44,7 +44,10 @@ def draw_overview(
         for pair in _pairs_of(result["choice"], values):
             of_pair[pair].append(index)
     planned = {pair for plan in plans for pair in _pairs_of(plan, values)}
-    return _PAGE.format(
+    return make_page(
+        Path(__file__).with_name("page") / "overview",
+        f"titanlite verify: every pair of features on {num_ranks} ranks",
+        None,
         num_ranks=num_ranks,
         tiles=_tiles(results, len(plans), of_pair, planned),
         legend=_legend(),
@@ -54,7 +57,6 @@ def draw_overview(
             _row(number, result, features)
             for number, result in sorted(enumerate(results), key=lambda item: _order(item[1]))
         ),
-        script=_SCRIPT,
     )
 
 
@@ -201,71 +203,3 @@ def _row(number: int, result: Mapping[str, Any], features: Mapping[str, Sequence
         f'<tr data-plan="{number}">{verdict}'
         f'<td class="figure">{result["seconds"]:.1f}</td>{"".join(cells)}</tr>'
     )
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>titanlite verify: every pair of features on {num_ranks} ranks</title>
-<style>
-  body {{ font: 14px/1.45 system-ui, 'DejaVu Sans', Verdana, sans-serif; color: #1c1c1c;
-    margin: 28px 36px; background: #ffffff; }}
-  h1 {{ font-size: 22px; margin: 0 0 4px; }}
-  p {{ margin: 0 0 18px; color: #555555; max-width: 900px; }}
-  .tiles {{ display: flex; gap: 12px; flex-wrap: wrap; margin-bottom: 22px; }}
-  .tile {{ border: 1px solid #dddddd; border-radius: 8px; padding: 10px 16px; color: #666666;
-    font-size: 12px; min-width: 110px; }}
-  .tile b {{ display: block; font-size: 21px; color: #1c1c1c; }}
-  .tile.bad b {{ color: #d6453d; }}
-  .legend {{ display: flex; gap: 16px; flex-wrap: wrap; font-size: 12px; margin-bottom: 8px; }}
-  .legend i {{ display: inline-block; width: 13px; height: 13px; border-radius: 2px;
-    margin-right: 5px; vertical-align: -2px; box-shadow: inset 0 0 0 1px #00000014; }}
-  svg {{ display: block; margin: 0 0 26px; }}
-  svg .name {{ font-weight: 600; }}
-  svg .end {{ fill: #555555; }}
-  svg rect[data-plans] {{ cursor: pointer; }}
-  svg rect.chosen {{ stroke: #1c1c1c; stroke-width: 2; }}
-  .scroll {{ overflow-x: auto; }}
-  table {{ border-collapse: collapse; font-size: 12px; white-space: nowrap; }}
-  th {{ text-align: left; font-weight: 600; padding: 6px 9px; border-bottom: 2px solid #bbbbbb;
-    position: sticky; top: 0; background: #ffffff; }}
-  td {{ padding: 3px 9px; border-bottom: 1px solid #eeeeee; }}
-  td.off {{ color: #bbbbbb; }}
-  td.figure {{ text-align: right; font-variant-numeric: tabular-nums; }}
-  td.bad {{ color: #d6453d; white-space: normal; min-width: 360px; }}
-  td s {{ display: inline-block; height: 8px; background: #6fba87; border-radius: 2px;
-    margin-right: 6px; text-decoration: none; }}
-  tr:hover td {{ background: #f6f8f6; }}
-</style>
-</head>
-<body>
-<h1>Every pair of features, {num_ranks} ranks against one process</h1>
-<p>Each plan trained the same small model in float64, from the same weights and data, on
-{num_ranks} ranks and on one process. Loss, gradient norm, every gradient and every weight were
-compared after every step. The margin of a plan is its smallest ratio of tolerance to difference.
-Hover over a cell to see its pair; click it to list only its plans.</p>
-<div class="tiles">{tiles}</div>
-<div class="legend">{legend}</div>
-{picture}
-<div class="scroll"><table>
-<thead><tr><th>difference</th><th>margin</th><th>seconds</th>{header}</tr></thead>
-<tbody>
-{rows}
-</tbody>
-</table></div>
-<script>{script}</script>
-</body>
-</html>
-"""
-
-_SCRIPT = """
-const rows = [...document.querySelectorAll('tr[data-plan]')];
-document.querySelectorAll('rect[data-plans]').forEach(cell => cell.onclick = () => {
-  const again = cell.classList.contains('chosen');
-  document.querySelectorAll('rect.chosen').forEach(other => other.classList.remove('chosen'));
-  const plans = again ? null : new Set(cell.dataset.plans.split(' '));
-  if (!again) cell.classList.add('chosen');
-  rows.forEach(row => row.style.display = !plans || plans.has(row.dataset.plan) ? '' : 'none');
-});
-"""

@@ -5,8 +5,6 @@ or returns that shrinks is the batch or the token dimension. A rank's part is it
 tokens, and its chunk over the tensor axis in every dimension that is still smaller.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Differences in forward and backward pass: outputs, recomputation, loss; torch-free."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping

@@ -4,8 +4,6 @@ How far that moves each tensor of a step is how far rounding moves it: the tenso
 idea is that of TTrace (arXiv 2506.09280).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -4,39 +4,31 @@
         results = pool.call(function, *args)    # function(world, *args) on each, in rank order
 
 Starting ranks takes seconds, and verifying a small plan takes less, so plans share a pool.
-Functions are sent by cloudpickle. A caller without torch sends one that imports what it calls:
-
-    def on_rank(world: World) -> RankRun:
-        from titanlite.tools.verify.run import run_plan
-
-        return run_plan(world, job, steps, folder)
+Functions are sent by cloudpickle. A caller without torch sends a name, "module:function", which the
+rank imports.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeAlias
 
 from titanlite import pickles
 from titanlite.errors import RankError, TitanliteError
 from titanlite.ranks.launch import Place, Ranks, spawn
 from titanlite.ranks.machine import check_local_ranks, needs_threads
+from titanlite.registry import load
 
-if TYPE_CHECKING:
-    from titanlite.ranks.world import World
-
-P = ParamSpec("P")
-T = TypeVar("T")
+Function: TypeAlias = str | Callable[..., Any]
+"""What ranks call with their World and further arguments, or its name."""
 
 # A job's process groups live as long as the processes, since DTensor's caches hold its meshes. Each
 # has three gloo threads that wake up now and then: after a hundred jobs a rank is six times slower.
 CALLS_A_START = 16
 
 
-class RankPool:
+class RankPool(contextlib.AbstractContextManager["RankPool"]):
     """`num_ranks` local processes with a process group; restarted after a call that failed.
 
     `close`, or leaving the context manager, ends the processes.
@@ -61,9 +53,6 @@ class RankPool:
         self.is_busy = False
         """Whether a call was submitted whose results have not been taken."""
 
-    def __enter__(self) -> RankPool:
-        return self
-
     def __exit__(self, *error: Any) -> None:
         self.close(now=error[0] is not None)
 
@@ -79,18 +68,14 @@ class RankPool:
             serve = functools.partial(_serve, device_type=self.device_type)
             self._ranks = Ranks(serve, self.num_ranks, self.max_ranks)
 
-    def call(
-        self, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> list[T]:
+    def call(self, function: Function, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `function(world, *args)` on each rank; returns the results in rank order.
 
         Raises RankError, and ends all ranks, if one raises, dies or exceeds the timeout.
         """
         return self.submit(function, *args, **kwargs)()
 
-    def submit(
-        self, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> Callable[[], list[T]]:
+    def submit(self, function: Function, *args: Any, **kwargs: Any) -> Callable[[], list[Any]]:
         """Start a call; returns a function that waits for its results, to call before the next.
 
         It waits at most for the timeout, from when it is called.
@@ -139,15 +124,13 @@ class ThreadPool(RankPool):
         """Nothing: threads start at once."""
         check_local_ranks(self.num_ranks, allowed=self.max_ranks, are_threads=True)
 
-    def submit(
-        self, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> Callable[[], list[T]]:
+    def submit(self, function: Function, *args: Any, **kwargs: Any) -> Callable[[], list[Any]]:
         """Prepare a call; it runs when its results are asked for."""
         assert not self.is_busy
         self.start()
         self.is_busy = True
 
-        def run() -> list[T]:
+        def run() -> list[Any]:
             self.is_busy = False
             most = self.max_ranks
             arguments = (self.device_type, function, args, kwargs)
@@ -156,16 +139,14 @@ class ThreadPool(RankPool):
         return run
 
 
-def _on_thread(
-    place: Place, device_type: str, function: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+def _on_thread(place: Place, device_type: str, function: Function, args: Any, kwargs: Any) -> Any:
     from titanlite.ranks.world import open_world
 
     with open_world(place, device_type) as world:
-        return function(world, *args, **kwargs)
+        return load(function)(world, *args, **kwargs)
 
 
-class RankPools:
+class RankPools(contextlib.AbstractContextManager["RankPools"]):
     """A pool for each number of ranks that is asked for; leaving the context manager ends all.
 
     With `threads`, the ranks are threads of this process, in which no timeout is needed; if it is
@@ -190,9 +171,6 @@ class RankPools:
         self._pools: dict[int, RankPool] = {}
         self._exits = contextlib.ExitStack()
 
-    def __enter__(self) -> RankPools:
-        return self
-
     def __exit__(self, *error: Any) -> None:
         if error[0] is None:
             # The ranks of all pools end at the same time.
@@ -210,9 +188,7 @@ class RankPools:
             self._pools[num_ranks] = self._exits.enter_context(pool)
         return self._pools[num_ranks]
 
-    def alone(
-        self, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    def alone(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """The result of `function(world, *args)` on one process."""
         (result,) = self.of(1).call(function, *args, **kwargs)
         return result
@@ -249,4 +225,4 @@ def _serve(place: Place, connection: Connection, device_type: str) -> None:
             except EOFError:
                 return
             function, args, kwargs = pickles.loads(message)
-            connection.send(("message", pickles.dumps(function(world, *args, **kwargs))))
+            connection.send(("message", pickles.dumps(load(function)(world, *args, **kwargs))))

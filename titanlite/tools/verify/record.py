@@ -1,7 +1,5 @@
 """What ranks record of a run, as plain numbers; torch-free, so that the caller can be too."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -344,7 +342,7 @@ class RankTrace:
     """What a module receives or returns -> the lines of code that ran just before."""
     lines_backward: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The same for the gradients of these tensors."""
-    wrong_line: WrongLine | None = None
+    wrong_line: "WrongLine | None" = None
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     """Call of a module -> the groups of ranks that exchange something inside it."""
     exchanged: frozenset[str] = frozenset()
@@ -406,7 +404,7 @@ class PartFits:
     """Each part's share of the whole mean."""
     counts: dict[str, Shares]
     """What else parts may be weighted by."""
-    rows: dict[int, dict[str, WrongRows]]
+    rows: "dict[int, dict[str, WrongRows]]"
     """Rank -> gradient -> the few rows that differ, if the others agree."""
     previous: dict[str, float]
     """Gradient -> how often it also contains that of the step before, on every rank."""

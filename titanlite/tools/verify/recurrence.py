@@ -5,8 +5,6 @@ the samples, the number of targets, the norm, the clipping and the optimizer's u
 are checked against the job's settings.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping

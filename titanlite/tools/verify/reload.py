@@ -4,8 +4,6 @@ save_and_load    on the plan's own ranks
 resume_alone     on one process
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

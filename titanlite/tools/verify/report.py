@@ -1,7 +1,5 @@
 """Formats a verification as text for a terminal, and as JSON."""
 
-from __future__ import annotations
-
 import math
 import sys
 import textwrap
@@ -9,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanlite.observe.terminal import DEFAULT_WIDTH, terminal_width
-from titanlite.quantities import format_table
+from titanlite.tools.tables import format_table
 from titanlite.tools.verify.differences import NARROW_TOLERANCE, NUMBERS, Disagreement, Key, badness
 from titanlite.tools.verify.result import Result, Verification
 from titanlite.tools.verify.wording import listed

@@ -1,7 +1,5 @@
 """What a comparison of a parallel run with one process has found; torch-free."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ In float32 and bfloat16, two scores can be closer than their rounding error. The
 another expert under another plan, and everything after it differs by more than rounding error.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

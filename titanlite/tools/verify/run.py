@@ -1,7 +1,5 @@
 """On a rank: records the reference of a job, and measures a plan against that record."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,17 +15,9 @@ from titanlite.modules.shards import local_part, shard_of
 from titanlite.observe.failing import naming_failures, styles_of
 from titanlite.ranks.hang_state import recorded_calls
 from titanlite.ranks.world import World
+from titanlite.tools.verify import formulas
 from titanlite.tools.verify.agreement import digest_of, is_pending, placements_of
 from titanlite.tools.verify.economy import Traffic
-from titanlite.tools.verify.formulas import (
-    left_over_gradients,
-    optimizer_problems,
-    stale_parameters,
-    validate_unchanged,
-    wrong_formats,
-    wrong_reductions,
-    wrong_validation,
-)
 from titanlite.tools.verify.inspect_model import find_narrowed
 from titanlite.tools.verify.jobs import JobRun, Patch, scheduled_lr
 from titanlite.tools.verify.opened import open_job, subject_of
@@ -86,12 +76,12 @@ def run_reference(
                 "routing": {} if run.microbatches else routing_record(routed),
             }
             store(record, folder, step)
-            left_over = left_over or list(left_over_gradients(job, step))
+            left_over = left_over or list(formulas.left_over_gradients(job, step))
             problems += recurrence.problems(step, batches, record, numbers)
             if resolved.config.validation.enable and step in (1, steps):
                 shown = _validate(numbers, job, problems)
                 if step == 1:
-                    problems += wrong_validation(job, shown)
+                    problems += formulas.wrong_validation(job, shown)
         result.problems = tuple(dict.fromkeys([*left_over, *problems]))
         return result
 
@@ -108,7 +98,7 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
         draw_zero_parameters(job, start["drawn"])
         subject = subject_of(job)
         parameters = {name: one.parameter for name, one in subject.held.items()}
-        problems = list(optimizer_problems(job))
+        problems = list(formulas.optimizer_problems(job))
         placements = {name: placements_of(job, parameter) for name, parameter in parameters.items()}
         expected = {
             name: digest_of(one.part_of(start["weights"][name]))
@@ -137,10 +127,10 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             if sent is not None:
                 traffic, traffic.part = sent, str(found.sequences)
             if step == 1:
-                problems += wrong_reductions(job, calls_before)
+                problems += formulas.wrong_reductions(job, calls_before)
                 problems += _wrongly_trained(found, record["gradients"], parameters)
-            left_over = left_over or list(left_over_gradients(job, step))
-            stale = stale or list(stale_parameters(job, step, parameters))
+            left_over = left_over or list(formulas.left_over_gradients(job, step))
+            stale = stale or list(formulas.stale_parameters(job, step, parameters))
             _note_numbers(found, job, done)
             found.weights = subject.compare_weights(record["weights"])
             problems += [
@@ -182,10 +172,7 @@ def _take_step(
     routing: Any,
     on_gradients: Callable[[], None],
 ) -> tuple[StepResult, Any, Traffic | None]:
-    """Train one step; returns its result, the tokens that moved, and what it sent if it is watched.
-
-    Step 2 is, or the only one, unless it is compiled.
-    """
+    """Train one step: its result, moved tokens, and what it sent in step 2 or the only one."""
     perturbation = Perturbation(run.job.config.training.param_dtype, run.perturbed, step)
     if run.perturbed:
         perturbation.perturb(job.trainer.parameters)
@@ -240,7 +227,7 @@ def _note_numbers(step: ReferenceStep, job: Job, done: StepResult) -> None:
 def _validate(
     step: ReferenceStep, job: Job, problems: list[str], *, is_stale: bool = False
 ) -> float:
-    validated = validate_unchanged(job, problems, is_stale=is_stale)
+    validated = formulas.validate_unchanged(job, problems, is_stale=is_stale)
     step.validation, step.metrics = validated.loss, dict(validated.metrics)
     return validated.loss
 
@@ -250,7 +237,7 @@ def check_formats(world: World, resolved: ResolvedJob, patch: Patch | None) -> t
     calls_before = {call.group: call.number for call in recorded_calls()}
     with world.patched(patch), open_job(world, resolved) as job:
         job.trainer.step(job.draw())
-        return (*wrong_formats(job), *wrong_reductions(job, calls_before))
+        return (*formulas.wrong_formats(job), *formulas.wrong_reductions(job, calls_before))
 
 
 @contextlib.contextmanager

@@ -7,8 +7,6 @@ over a tensor. AdamW turns the sign of an update whose gradient is nearly zero, 
 difference of a few elements says little.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from statistics import median

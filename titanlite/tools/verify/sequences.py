@@ -1,7 +1,5 @@
 """On a rank: which sequences of the reference's batch it received, and which targets count."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

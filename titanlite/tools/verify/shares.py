@@ -5,8 +5,6 @@ Of a job the parts are cells: the targets of one microbatch on one data- and con
 that in the reference's gradient.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

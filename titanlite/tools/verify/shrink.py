@@ -4,8 +4,6 @@ Blocks, widths, sequence and batch become as small as the plan allows: a change 
 job's own checks accept it. Degrees, schedule, stages, accumulation and layout stay.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ A rank compares its own shards with its slices of these tensors. So nothing is g
 replica is checked, and the ranks on which something differs are known.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping
@@ -28,7 +26,7 @@ class _Packed:
     joined: dict[torch.dtype, Tensor]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> _Packed:
+    def of(cls, tensors: Mapping[str, Tensor]) -> "_Packed":
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors.values():
             by_dtype.setdefault(tensor.dtype, []).append(tensor.reshape(-1))

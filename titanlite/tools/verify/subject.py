@@ -4,8 +4,6 @@ A Subject has the parameters of this rank and says which parts of whole tensors 
 a reference, and compares a rank with that record.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager

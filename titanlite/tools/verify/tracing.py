@@ -9,8 +9,6 @@ sum_...    is what is wrong right once it is summed over a mesh axis? A Partial 
 fit        is a gradient a sum of those of parts of the batch, with wrong coefficients?
 """
 
-from __future__ import annotations
-
 import abc
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Differences after the gradients: norm, rate, weights, state, buffers, checkpoint; torch-free."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 

@@ -7,16 +7,14 @@
 Ranks and references are kept, so that a second plan costs only its own steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, check_machine, resolve_job
-from titanlite.parallelize.steps import depends_on_microbatch, loss_tolerance
+from titanlite.parallelize.steps import depends_on_microbatch, features_on
 from titanlite.tools.verify.accumulation import Accumulation, measure_rounding, measure_sensitivity
 from titanlite.tools.verify.causes import explain_error, find_causes
 from titanlite.tools.verify.differences import Tolerance, differences, unequal_replicas
@@ -29,11 +27,8 @@ from titanlite.tools.verify.result import Verification
 from titanlite.tools.verify.sensitivity import SENSITIVITY, Given, Sensitivity
 from titanlite.tools.verify.wording import name_ranks
 
-if TYPE_CHECKING:
-    from titanlite.ranks.world import World
 
-
-class Verifier:
+class Verifier(contextlib.AbstractContextManager["Verifier"]):
     """Verifies jobs on local ranks; leaving the context manager ends the ranks."""
 
     def __init__(
@@ -51,9 +46,6 @@ class Verifier:
         )
         self._runs = JobRuns(self._exits.enter_context(pools), folder)
         self._accumulation = Accumulation(self._runs)
-
-    def __enter__(self) -> Verifier:
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self._exits.__exit__(*error)
@@ -127,7 +119,8 @@ class Verifier:
         """Compare what the ranks measured with the tolerances."""
         is_narrow = bool(reference.narrowed)
         config = found.job.config
-        least = loss_tolerance(config)
+        asked = [f.loss_tolerance for f in features_on(config) if f.loss_tolerance is not None]
+        least = max(asked, default=None)
         is_measured = found.given == SENSITIVITY
         found.differences = differences(runs, reference.steps, by_distance=is_measured)
         found.moved = moved_tokens(runs)
@@ -173,12 +166,8 @@ class Verifier:
         if len(set(own)) == 1 or own == verified:
             return []
 
-        def on_rank(world: World) -> tuple[str, ...]:
-            from titanlite.tools.verify.run import check_formats
-
-            return check_formats(world, job, patch)
-
-        results = self.pool(job.dims.world_size).call(on_rank)
+        pool = self.pool(job.dims.world_size)
+        results = pool.call("titanlite.tools.verify.run:check_formats", job, patch)
         return list(dict.fromkeys(problem for problems in results for problem in problems))
 
 

@@ -12,8 +12,6 @@ into compiled code, so a compiled step is not watched.
 Reads are known by their operators. On a CPU, `x.to(...)` is none, since it copies nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -140,7 +138,7 @@ class StepWatch:
                 mark.is_weight = isinstance(tensor, nn.Parameter)
 
     @contextlib.contextmanager
-    def seeing(self) -> Iterator[StepWatch]:
+    def seeing(self) -> "Iterator[StepWatch]":
         """Watch what this rank does inside."""
         with listening(self), _Functions(self), _Operators(self):
             yield self

@@ -1,7 +1,5 @@
 """Words for a factor, a set of ranks or a set of parameters in a diagnosis; torch-free."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,7 +17,7 @@ class Explained(str):
 
     names: frozenset[str]
 
-    def __new__(cls, text: str, names: Iterable[str]) -> Explained:
+    def __new__(cls, text: str, names: Iterable[str]) -> "Explained":
         self = super().__new__(cls, text)
         self.names = frozenset(names)
         return self
@@ -158,7 +156,6 @@ def be(who: str) -> str:
 
 
 def be_a_sum(who: str) -> str:
-    """ "is a sum" or "are sums", as for `be`."""
     return "is a sum" if be(who) == "is" else "are sums"
 
 

@@ -1,7 +1,5 @@
 """`titanlite lab exercise`: list the exercises, start, judge, and explain one."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

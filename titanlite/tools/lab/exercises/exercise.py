@@ -1,7 +1,5 @@
 """Exercise: a task, its worked solution, and what an answer is judged by."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

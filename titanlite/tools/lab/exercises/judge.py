@@ -6,8 +6,6 @@ collective, or it sends too much. The verdict also has the first step in which i
 from those of the worked solution.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -2,6 +2,6 @@
 
 rungs.py     the rungs, run and checked against a single process; their table
 command.py   `titanlite simulate ladder`, and the options that the scripts share
-rung_*.py    each rung as a script of its own: titanlite ladder 2d-pp
-show.py      runs a script, draws its time line and prints its cost
+rung_*.py    each rung as a script of its own
+scripts.py   `titanlite ladder 2d-pp`: runs a script, draws its timeline and prints its cost
 """

@@ -1,7 +1,5 @@
 """`titanlite simulate ladder`: the table of rungs, for any workload, degrees and network."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Collection, Sequence

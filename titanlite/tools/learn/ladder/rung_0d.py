@@ -9,8 +9,6 @@ Cons      Time grows with the data and memory with the model; one device limits 
 Run it: titanlite ladder 0d --items 8
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ Cons      No memory is saved, and the gradients are sent in every step.
 Run it: titanlite ladder 1d --dp 8
 """
 
-from __future__ import annotations
-
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.learn.ladder.rung_0d import run_item
 from titanlite.tools.simulate import integer_model as integers

@@ -13,8 +13,6 @@ Cons      Messages are smaller, so there are more latencies. The activations of 
 Run it: titanlite ladder 1d-overlap --gradient-units 200
 """
 
-from __future__ import annotations
-
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import ring_all_reduce

@@ -9,8 +9,6 @@ Cons      One rank sends at a time and all others wait. Ranks 1 to N - 2 never h
 Run it: titanlite ladder 1d-relay --dp 8
 """
 
-from __future__ import annotations
-
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.learn.ladder.rung_0d import run_item
 from titanlite.tools.simulate import integer_model as integers

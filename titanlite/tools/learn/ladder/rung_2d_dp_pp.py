@@ -13,8 +13,6 @@ Cons      Ranks wait while the pipeline fills and drains: the bubble, (stages - 
 Run it: titanlite ladder 2d-pp --pp 4 --dp 1
 """
 
-from __future__ import annotations
-
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.learn.ladder.rung_0d import run_layers
 from titanlite.tools.simulate import integer_model as integers

@@ -12,8 +12,6 @@ Cons      Four all-reduces per layer and item, which nothing hides: only for fas
 Run it: titanlite ladder 2d-tp --workers-per-node 2
 """
 
-from __future__ import annotations
-
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.learn.ladder.rung_0d import run_item
 from titanlite.tools.simulate import integer_model as integers

@@ -11,8 +11,6 @@ Cons      Each rank is in three groups, and the costs of all three add up.
 Run it: titanlite ladder 3d --workers-per-node 2
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from titanlite.mesh.parallel_dims import Grid

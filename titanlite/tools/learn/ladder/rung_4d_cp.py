@@ -13,8 +13,6 @@ Cons      Two more exchanges per layer and item. The memory of the weights stays
 Run it: titanlite ladder 4d-cp --activation-units 400 --key-value-units 200
 """
 
-from __future__ import annotations
-
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.learn.ladder.rung_0d import run_layers
 from titanlite.tools.learn.ladder.rung_3d import run_pipeline

@@ -13,8 +13,6 @@ Cons      Two all-to-alls per layer and pass, and all ranks wait for the most po
 Run it: titanlite ladder 4d-ep --experts 8
 """
 
-from __future__ import annotations
-
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.learn.ladder.rung_3d import run_pipeline
 from titanlite.tools.simulate import integer_model as integers

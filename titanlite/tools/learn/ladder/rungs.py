@@ -4,8 +4,6 @@ A rung's times and memory go into the table only after a check that its losses, 
 weights equal those of a single process.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,21 +11,13 @@ from fractions import Fraction
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.observe.terminal import terminal_width
-from titanlite.quantities import format_table
+from titanlite.tools.simulate import train_step
 from titanlite.tools.simulate.collectives import relay_sum, ring_all_reduce
 from titanlite.tools.simulate.gpu import ETHERNET, GPU, Cluster
 from titanlite.tools.simulate.integer_model import shard
 from titanlite.tools.simulate.network import Network
-from titanlite.tools.simulate.train_step import (
-    GRID_AXES,
-    Outcome,
-    StepWorkload,
-    SumGradients,
-    check_divides,
-    make_train_step,
-    single_process,
-)
 from titanlite.tools.simulate.work import SimulationError
+from titanlite.tools.tables import format_table
 
 
 @dataclass(frozen=True)
@@ -40,13 +30,13 @@ class Rung:
     name: str
     degrees: dict[str, int]
     below: str | None = None
-    sum_gradients: SumGradients = ring_all_reduce
+    sum_gradients: train_step.SumGradients = ring_all_reduce
     overlap: bool = False
     microbatch_items: int | None = 1
 
     @property
     def grid(self) -> Grid:
-        return Grid(**{axis: self.degrees.get(axis, 1) for axis in GRID_AXES})
+        return Grid(**{axis: self.degrees.get(axis, 1) for axis in train_step.GRID_AXES})
 
     @property
     def uses_experts(self) -> bool:
@@ -90,7 +80,7 @@ class Measured:
     """The result of a rung. `seconds` is the time of the slowest rank; its parts are means."""
 
     rung: Rung
-    workload: StepWorkload
+    workload: train_step.StepWorkload
     num_ranks: int
     seconds: float
     compute_seconds: float
@@ -101,13 +91,13 @@ class Measured:
 
 def run_rung(
     rung: Rung,
-    workload: StepWorkload | None = None,
+    workload: train_step.StepWorkload | None = None,
     network: Network = ETHERNET,
     sleep: bool = False,
 ) -> tuple[Measured, Cluster]:
     """Run one rung. Raises SimulationError if a result differs from that of a single process."""
-    workload = workload or StepWorkload()
-    program = make_train_step(
+    workload = workload or train_step.StepWorkload()
+    program = train_step.make_train_step(
         rung.grid,
         workload,
         rung.sum_gradients,
@@ -118,9 +108,9 @@ def run_rung(
 
 
 def run_program(
-    program: Callable[[GPU], Outcome],
+    program: Callable[[GPU], train_step.Outcome],
     rung: Rung,
-    workload: StepWorkload,
+    workload: train_step.StepWorkload,
     network: Network = ETHERNET,
     sleep: bool = False,
 ) -> tuple[Measured, Cluster]:
@@ -147,7 +137,7 @@ def run_program(
     return measured, cluster
 
 
-def check_runs(rung: Rung, workload: StepWorkload) -> None:
+def check_runs(rung: Rung, workload: train_step.StepWorkload) -> None:
     """Raise SimulationError if `rung` cannot run with `workload`, or would take too long."""
     if rung.grid.world_size > MAX_RANKS:
         raise SimulationError(
@@ -160,17 +150,19 @@ def check_runs(rung: Rung, workload: StepWorkload) -> None:
             f"ladder runs at most {MAX_MULTIPLICATIONS:.1e}; give fewer items, layers, tokens or "
             "channels (width)"
         )
-    check_divides(rung.grid, workload, rung.microbatch_items)
+    train_step.check_divides(rung.grid, workload, rung.microbatch_items)
 
 
-def check_outcomes(rung: Rung, workload: StepWorkload, outcomes: Sequence[Outcome]) -> None:
+def check_outcomes(
+    rung: Rung, workload: train_step.StepWorkload, outcomes: Sequence[train_step.Outcome]
+) -> None:
     """Raise SimulationError unless the outcomes of all ranks equal those of a single process.
 
     Every rank must have all shards that its coordinates give it, with exactly the gradients and
     weights of the single process. With relay_sum, only the first rank (and the last) has the sum of
     all gradients, so only the first is checked.
     """
-    grid, whole = rung.grid, single_process(workload, rung.uses_experts)
+    grid, whole = rung.grid, train_step.single_process(workload, rung.uses_experts)
     losses: dict[int, int] = {}
     for rank, outcome in enumerate(outcomes):
         if grid.coordinates(rank)["tp"] == 0:
@@ -198,7 +190,7 @@ def check_outcomes(rung: Rung, workload: StepWorkload, outcomes: Sequence[Outcom
                     )
 
 
-def _is_here(name: str, at: dict[str, int], grid: Grid, workload: StepWorkload) -> bool:
+def _is_here(name: str, at: dict[str, int], grid: Grid, workload: train_step.StepWorkload) -> bool:
     """Whether a rank at the coordinates `at` has a shard of the weight `name`."""
     _, layer, kind, expert, *_ = name.split(".")
     is_own_layer = int(layer) * grid.degrees["pp"] // workload.layers == at["pp"]

@@ -2,7 +2,6 @@
 
     comparison.py   compare(): starts the ranks, judges their measurements, finds the cause
     request.py      the arguments, checked before a process starts, and sent to the ranks
-    grid.py         the axes along which the caller arranges the ranks
     reference.py    on one process: runs the plain model and records every step
     parallel.py     on a rank: runs the caller's parallel code and measures it against the record
     building.py     on a rank: calls the caller's functions, finds modules and parameters

@@ -1,7 +1,5 @@
 """On a rank: its part of each batch, and which rows and columns of the batch these are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +59,6 @@ class Where:
 
     @property
     def cells(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-        """All of it as plain numbers."""
         rows, columns = self.rows.tolist(), self.columns.tolist()
         return self.num_rows, self.num_columns, tuple(rows), tuple(columns)
 

@@ -1,7 +1,5 @@
 """On a rank: calls the caller's functions, and finds modules, optimizer and parameters."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import inspect
@@ -69,7 +67,6 @@ class Built:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a module is compiled."""
         every = (inner for module in self.modules for inner in module.modules())
         return any(
             inner._compiled_call_impl is not None or hasattr(inner, "_orig_mod") for inner in every

@@ -6,8 +6,6 @@ times too long is cut into n chunks along an axis of n ranks. The tokens may als
 cut into sequence shards first. If no such part fits, equal rows or columns are looked for.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -56,7 +54,6 @@ class CodeTracer(Tracer):
         return self.request.leaves_out(module_of(event))
 
     def tolerance_of(self, tensor: Tensor) -> float:
-        """That of the comparison."""
         return self.tolerance
 
     def weights(self) -> Mapping[str, Tensor]:

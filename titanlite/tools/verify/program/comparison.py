@@ -4,26 +4,21 @@ result = titanlite.compare(build_model, build_parallel, batches=batches, loss=lo
 assert result.agrees, result
 """
 
-from __future__ import annotations
-
+import contextlib
 import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.observe.terminal import tell
 from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools, must_run
-from titanlite.tools.verify.program.grid import make_grid
 from titanlite.tools.verify.program.judging import Judging
-from titanlite.tools.verify.program.request import Request, Split, check, pack
+from titanlite.tools.verify.program.request import Request, Split, check, make_grid, pack
 from titanlite.tools.verify.program.result import Comparison
-from titanlite.tools.verify.record import CodeRun, ModelRun
-
-if TYPE_CHECKING:
-    from titanlite.ranks.world import World
+from titanlite.tools.verify.record import ModelRun
 
 # The arguments of `compare` that are not those of `Comparer.compare`, or not by name.
 OF_THE_RANKS = ("timeout_seconds", "max_ranks", "threads")
@@ -120,7 +115,7 @@ def assert_equivalent(
     return compare(reference, parallel, **options).check()
 
 
-class Comparer:
+class Comparer(contextlib.AbstractContextManager["Comparer"]):
     """A context manager: all comparisons in its `with` block run on the same processes.
 
     That is faster. Global state that the caller's code changes stays changed for the next
@@ -137,9 +132,6 @@ class Comparer:
         self._pools = RankPools(
             timeout_seconds=timeout_seconds, max_ranks=max_ranks, threads=threads
         )
-
-    def __enter__(self) -> Comparer:
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self._pools.__exit__(*error)
@@ -171,14 +163,9 @@ class Comparer:
         with tempfile.TemporaryDirectory(prefix="titanlite-compare-") as folder:
             record = self._reference(packed, folder)
             found.narrowed = record.narrowed
-
-            def on_rank(world: World) -> CodeRun:
-                from titanlite.tools.verify.program.parallel import run_parallel
-
-                return run_parallel(world, packed, folder, record)
-
+            on_rank = "titanlite.tools.verify.program.parallel:run_parallel"
             try:
-                runs = pool.call(on_rank)
+                runs = pool.call(on_rank, packed, folder, record)
             except TitanliteError as error:
                 found.error = failure(error)
                 found.findings = [found.error_finding]
@@ -189,13 +176,9 @@ class Comparer:
         return found
 
     def _reference(self, packed: bytes, folder: str) -> ModelRun:
-        def on_rank(world: World) -> ModelRun:
-            from titanlite.tools.verify.program.reference import run_model
-
-            return run_model(world, packed, folder)
-
+        on_rank = "titanlite.tools.verify.program.reference:run_model"
         with must_run("reference: does not run"):
-            record = self._pools.alone(on_rank)
+            record: ModelRun = self._pools.alone(on_rank, packed, folder)
         for step, numbers in enumerate(record.steps):
             if not math.isfinite(numbers.loss + numbers.norm):
                 raise ConfigError(

@@ -4,8 +4,6 @@ The first stage of a step in which a question finds something gives the conclusi
 later follows from it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

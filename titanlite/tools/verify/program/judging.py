@@ -1,13 +1,10 @@
 """Combines what ranks and reference have measured into a result; torch-free."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.tools.verify.dataflow import describe_event
@@ -23,7 +20,8 @@ from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools
 from titanlite.tools.verify.program.findings import PartEvidence, are_local, conclude
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.record import CodeRun, ModelRun, PartFits, RankRun, Update
+from titanlite.tools.verify.program.result import Comparison
+from titanlite.tools.verify.record import CodeRun, ModelRun, PartFits, RankRun
 from titanlite.tools.verify.sensitivity import (
     HALF_SPACING,
     NUM_PERTURBED,
@@ -32,11 +30,6 @@ from titanlite.tools.verify.sensitivity import (
     Sensitivity,
 )
 from titanlite.tools.verify.wording import be, listed, name_parameters
-
-if TYPE_CHECKING:
-    from titanlite.ranks.world import World
-
-from titanlite.tools.verify.program.result import Comparison
 
 FLOAT32_ROUNDING = 2.0**-23
 # A reference that differs from itself by more than this draws random numbers.
@@ -107,10 +100,7 @@ class Judging:
         return is_same and len(self.runs) > 1 and self.request.reference_step is None
 
     def _judge_pending(self) -> None:
-        """Judge gradients that are Partial at the optimizer step by the weights that follow.
-
-        If these agree, the optimizer has reduced the gradients itself.
-        """
+        """Judge gradients that are Partial by the weights: the optimizer may reduce them itself."""
         found = self.found
         names = {name for run in self.runs for name in run.pending}
         after = {
@@ -310,14 +300,9 @@ class Judging:
         return largest_of(found, len(self.record.steps))
 
     def _again(self, dtype: str, perturbed: int = 0) -> list[dict[Key, float]]:
-        packed, folder, record = self.packed, self.folder, self.record
-
-        def on_rank(world: World) -> CodeRun:
-            from titanlite.tools.verify.program.parallel import run_again
-
-            return run_again(world, packed, folder, record, dtype, perturbed)
-
-        again = self.pools.alone(on_rank)
+        on_rank = "titanlite.tools.verify.program.parallel:run_again"
+        what = self.packed, self.folder, self.record
+        again = self.pools.alone(on_rank, *what, dtype, perturbed)
         for step, value in enumerate(again.losses, 1):
             # The loss function of one process always returns a loss.
             again.steps[step].loss = value or 0.0
@@ -381,46 +366,28 @@ class Judging:
         return evidence
 
     def _judge_updates(self, evidence: PartEvidence, step: int) -> None:
-        packed = self.packed
         files = {run.rank: run.updates[step] for run in self.runs if step in run.updates}
-
-        def on_rank(world: World) -> list[dict[str, Update]]:
-            from titanlite.tools.verify.program.weights import judge_updates
-
-            return judge_updates(world, packed, step, list(files.values()))
-
+        on_rank = "titanlite.tools.verify.program.weights:judge_updates"
         with contextlib.suppress(RankError):
-            evidence.updates = dict(zip(files, self.pools.alone(on_rank), strict=True))
+            updates = self.pools.alone(on_rank, self.packed, step, list(files.values()))
+            evidence.updates = dict(zip(files, updates, strict=True))
 
     def _find_shares(self, step: int, files: Sequence[str], count: int) -> PartFits | None:
-        packed, folder = self.packed, self.folder
-
-        def on_rank(world: World) -> PartFits:
-            from titanlite.tools.verify.program.reference import find_shares
-
-            return find_shares(world, packed, folder, step, files, count)
-
+        on_rank = "titanlite.tools.verify.program.reference:find_shares"
+        found: PartFits | None = None
         with contextlib.suppress(RankError):
-            return self.pools.alone(on_rank)
-        return None
+            found = self.pools.alone(on_rank, self.packed, self.folder, step, files, count)
+        return found
 
     def _watch(self, evidence: PartEvidence, step: int) -> None:
         """Run both sides again, and note the lines of the caller's code."""
-        packed, folder, record = self.packed, self.folder, self.record
-
-        def on_one(world: World) -> ModelRun:
-            from titanlite.tools.verify.program.reference import run_model
-
-            return run_model(world, packed, folder, step)
-
-        def on_rank(world: World) -> CodeRun:
-            from titanlite.tools.verify.program.parallel import run_parallel
-
-            return run_parallel(world, packed, folder, record, step)
-
+        on_one = "titanlite.tools.verify.program.reference:run_model"
+        on_rank = "titanlite.tools.verify.program.parallel:run_parallel"
+        what = self.packed, self.folder
         try:
-            self.pools.alone(on_one)
-            runs = self.pools.of(self.found.grid.world_size).call(on_rank)
+            self.pools.alone(on_one, *what, step)
+            pool = self.pools.of(self.found.grid.world_size)
+            runs = pool.call(on_rank, *what, self.record, step)
             evidence.watched = [run.traces[step] for run in runs]
         except TitanliteError as error:
             failure(error)

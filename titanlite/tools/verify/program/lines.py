@@ -6,8 +6,6 @@ A value that is a rank's own share is right after a reduction over an axis. A wr
 harmless if all that is computed from it next is right.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """On a rank: which part of each of the reference's tensors it holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

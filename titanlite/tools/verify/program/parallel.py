@@ -1,7 +1,5 @@
 """On a rank: runs the caller's parallel code and measures it against the reference's record."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -3,8 +3,6 @@
 Each step's tensors go into one file, which every rank maps into memory and compares with its parts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -1,7 +1,5 @@
 """The arguments of a comparison: checked, and pickled for the ranks; torch-free."""
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import importlib.util
@@ -75,6 +73,18 @@ REQUIRED = ("reference", "parallel", "loss")
 BUILD = ("reference", "parallel")
 
 
+def make_grid(ranks: Any) -> Grid:
+    """The grid of `ranks`, a number ("world") or axis -> degree; otherwise raises ConfigError."""
+    degrees = {"world": ranks} if isinstance(ranks, int) else ranks
+    is_mapping = isinstance(degrees, Mapping) and len(degrees) > 0
+    if not is_mapping or not all(isinstance(axis, str) and axis for axis in degrees):
+        raise ConfigError(f'ranks: {ranks!r} is no number of ranks; give 4 or {{"dp": 2, "tp": 2}}')
+    for axis, degree in degrees.items():
+        if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
+            raise ConfigError(f"ranks: {axis} has {degree!r} ranks; give a positive integer")
+    return Grid(**degrees)
+
+
 def check(request: Request) -> None:
     """Raises ConfigError, with all mistakes that can be seen before a process starts."""
     problems = []
@@ -99,8 +109,9 @@ def check(request: Request) -> None:
     patterns = request.leave_out
     if isinstance(patterns, str) or not all(isinstance(one, str) for one in patterns):
         problems.append(f"leave_out: {_shown(patterns)} is no list of names or patterns")
-    if request.microbatches is not None and not _is_positive(request.microbatches):
-        problems.append(f"microbatches: {request.microbatches!r} is no positive integer")
+    count = request.microbatches
+    if count is not None and not (isinstance(count, int) and count > 0):
+        problems.append(f"microbatches: {count!r} is no positive integer")
     if not request.timeout_seconds > 0:
         problems.append(f"timeout_seconds: {request.timeout_seconds} is not positive")
     problems += _split_problems(request)
@@ -180,10 +191,6 @@ def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
     finally:
         for module in new:
             cloudpickle.unregister_pickle_by_value(module)
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and value > 0
 
 
 def _shown(value: Any) -> str:

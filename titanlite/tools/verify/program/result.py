@@ -1,7 +1,5 @@
 """What `titanlite.compare` returns; torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from titanlite.mesh.parallel_dims import Grid
@@ -42,7 +40,7 @@ class Comparison(Result):
     def error_finding(self) -> str:
         return f"the parallel code does not run: {self.error}"
 
-    def check(self) -> Comparison:
+    def check(self) -> "Comparison":
         """Raises AssertionError, with what `print` shows, unless the parallel code agrees."""
         if not self.agrees:
             raise AssertionError(f"\n{self}")

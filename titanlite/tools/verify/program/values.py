@@ -1,7 +1,5 @@
 """On a rank: keeps what each line of the caller's code computes in the forward pass."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ judge_updates    on one process: how often the reference's update that is, and w
                  a shard, taken for the whole tensor
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
