@@ -67,12 +67,11 @@ def first_difference(e: Evidence) -> Iterator[str]:
     has_place = has_place or any(output.shape for output in outputs.values())
     line = "" if has_place else e.first_wrong_line(first)
     code = e.lines_before(first, list(outputs))
-    if code and wrong_line is not None and wrong_line.only_here:
-        code = f": {listed((*wrong_line.only_here[-MOST_LINES:], wrong_line.line))}"
+    arranged = "" if wrong_line is None else e.arranged(wrong_line)
+    if arranged and wrong_line is not None:
+        code = f": {listed((*wrong_line.only_here[-MOST_LINES:], wrong_line.line))}. {arranged}"
     line = e.completed or line
     lines = [line or f"the code there{code}"] if line or code else []
-    if wrong_line is not None and (arranged := e.arranged(wrong_line)):
-        lines.append(arranged)
     parts += lines * is_between
     if e.reference_trace is not None and e.reference_trace.num_left_out:
         parts.append(f"{e.reference_trace.num_left_out} tensors were too large to compare")
@@ -170,13 +169,10 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
             "wrong positions or offset. Give it the positions of the rank's own tokens"
         )
     yield from sums_of_output(e, outputs)
-    if (rows := {one.of_rows for one in outputs.values()}) <= {"own", "other"}:
+    if all(one.has_other_rows for one in outputs.values()):
         yield (
             "each of its rows is a multiple of another row of one process: results are put back in "
             "another order than that of the tokens, as by a permutation in place of its inverse"
-            if "other" in rows
-            else "each of its rows is a multiple of that of one process: what weighs or scales the "
-            "rows is wrong"
         )
     yield from _where(e, {rank: output.places for rank, output in outputs.items()})
     yield from _at_border(outputs)

@@ -269,7 +269,8 @@ class Events:
         if torch._C._current_graph_task_id() != -1:
             self.has_exchanged = True
         else:
-            self.values.note_group(self._calls, group)
+            # Ranks that deal out their rows need not have the same.
+            self.values.note_group(self._calls, None if kind == "all_to_all" else group)
         return -1
 
     def end(self, index: int, outputs: Sequence[Tensor]) -> None:

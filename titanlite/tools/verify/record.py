@@ -278,8 +278,8 @@ class ModuleOutput:
     """The gradient of the output compared with the reference's, if both are known."""
     places: str = ""
     """Where it differs, if that is a part of one dimension; of other code."""
-    of_rows: str = ""
-    """Whether each row is a multiple of its "own" on one process, or of an "other"."""
+    has_other_rows: bool = False
+    """Whether each row is a multiple of one of the reference's, but not of its own."""
     gradient_places: str = ""
     """The same for its gradient."""
     is_overwritten: bool = False

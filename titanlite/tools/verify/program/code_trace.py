@@ -170,10 +170,9 @@ class CodeTracer(Tracer):
                         output.places += "range of indices that each rank takes"
         if own.size(-1) == whole.size(-1) > 2 and output.is_moved is False:
             unit = [torch.nn.functional.normalize(t.flatten(0, -2)) for t in (own, whole, part)]
-            rows = _find_rows(unit[0], unit[1], self.tolerance)
-            if rows is not None:
-                is_own = agreement(unit[0], unit[2], unit[1]).difference <= self.tolerance
-                output.of_rows = "own" if is_own else "other"
+            if _find_rows(unit[0], unit[1], self.tolerance) is not None:
+                difference = agreement(unit[0], unit[2], unit[1]).difference
+                output.has_other_rows = difference > self.tolerance
 
     def ways(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Iterator[Select]:
         """The parts of `whole` that have the shape of `call`, a microbatch (index, count)."""

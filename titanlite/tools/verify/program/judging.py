@@ -400,7 +400,9 @@ class Judging:
         line, module = e.wrong_line(event), module_of(event)
         if line is not None and not line.only_here and not line.is_of_part:
             return ""
-        if not event and (not e.failed("loss") or e.is_split):
+        own = [t.events[event].agreement for t in e.traces if event in t.events]
+        # A common factor has a sentence of its own.
+        if pooled(own)[1] < EXPLAINED if event else not e.failed("loss") or e.is_split:
             return ""
         shapes = [trace.over_parts for trace in e.watched]
         # The loss has no call, as the model has none.
@@ -424,7 +426,9 @@ class Judging:
                     ratios = [(run.losses[-1] or 0.0) / e.reference[step].loss for run in runs]
                     factor, left = ratios[0], max(ratios) - min(ratios)
                 degree = e.dims.degrees[axis]
-                known = any(is_near(factor, number) for number in (1, degree, 1 / degree))
+                known = any(
+                    is_near(factor, n) for n in (1, degree, 1 / degree)[: 3 if event else 1]
+                )
                 if left >= EXPLAINED or not known:
                     continue
                 whole = describe_event(event) if event else "the loss"
