@@ -7,10 +7,18 @@ jobs and for other code.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from titanlite.tools.verify.evidence import EXPLAINED, Evidence, JobEvidence, holder_of, pooled
+from titanlite.tools.verify.evidence import (
+    EXPLAINED,
+    MOST_LINES,
+    Evidence,
+    JobEvidence,
+    holder_of,
+    pooled,
+)
 from titanlite.tools.verify.record import (
     Agreement,
     CodeRun,
@@ -22,6 +30,12 @@ from titanlite.tools.verify.record import (
     module_of,
 )
 from titanlite.tools.verify.wording import agree, is_near, listed, name_ranks, times
+
+
+def first_wrong(e: Evidence) -> str:
+    """The first tensor in forward order that differs; "" for none."""
+    wrong = {event for t in e.traces for event, one in t.events.items() if one.wrong_calls}
+    return next((event for event in e.events if event in wrong), "")
 
 
 def first_difference(e: Evidence) -> Iterator[str]:
@@ -50,10 +64,15 @@ def first_difference(e: Evidence) -> Iterator[str]:
     start, is_between = _start(e, first, outputs)
     parts = [start]
     # A line without a counterpart is named by what it is between.
-    has_place = e.wrong_line is None or bool(e.wrong_line.only_here)
+    wrong_line = e.wrong_line(first)
+    has_place = wrong_line is None or bool(wrong_line.only_here)
     has_place = has_place or any(output.shape for output in outputs.values())
-    line = "" if has_place else e.first_wrong_line()
+    line = "" if has_place else e.first_wrong_line(first)
     code = e.lines_before(first, list(outputs))
+    arranged = "" if wrong_line is None else e.arranged(wrong_line)
+    if arranged and wrong_line is not None:
+        code = f": {listed((*wrong_line.only_here[-MOST_LINES:], wrong_line.line))}. {arranged}"
+    line = e.completed or line
     lines = [line or f"the code there{code}"] if line or code else []
     parts += lines * is_between
     if e.reference_trace is not None and e.reference_trace.num_left_out:
@@ -140,6 +159,7 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
             f"{'differs' if is_one else 'differ'} (counted from 0)"
         )
     yield from _moved_in_order(e, first, outputs)
+    yield from _run_twice(e, first)
     if places := {output.elsewhere for output in outputs.values() if output.elsewhere}:
         # Rows or columns in another order say how; positions say what the module was given.
         if one.is_moved:
@@ -151,7 +171,13 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
             "wrong positions or offset. Give it the positions of the rank's own tokens"
         )
     yield from sums_of_output(e, outputs)
+    if all(one.has_other_rows for one in outputs.values()):
+        yield (
+            "each of its rows is a multiple of another row of one process: results are put back in "
+            "another order than that of the tokens, as by a permutation in place of its inverse"
+        )
     yield from _where(e, {rank: output.places for rank, output in outputs.items()})
+    yield from _at_border(outputs)
     if shape := next((output.shape for output in outputs.values() if output.shape), ""):
         what = "the layout in which it is given" if is_input(first) else "its output layout"
         yield f"its local shape is {shape}: correct {what}"
@@ -173,6 +199,24 @@ def _where(e: Evidence, places: Mapping[int, str]) -> Iterator[str]:
         ranks[place].append(rank)
     shown = [f"{place}, {name_ranks(own, e.runs, places)}" for place, own in ranks.items()]
     yield f"it differs only {listed(shown if len(ranks) > 1 else ranks, 3)}"
+
+
+def _at_border(outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
+    """Whether parts of a tensor differ only where they begin, or end."""
+    found = [re.match(r"at (\d+)(?: to (\d+))? of (\d+)", o.places) for o in outputs.values()]
+    places = [[int(n or at[1]) for n in at.groups()] for at in found if at]
+    if len(places) < len(found) or not all(one.is_part for one in outputs.values()):
+        return
+    for is_there, where, what in (
+        (all(first == 0 for first, _, _ in places), "begins", "before"),
+        (all(last == size - 1 for _, last, size in places), "ends", "after"),
+    ):
+        if is_there:
+            yield (
+                f"that is where the rank's part {where}: what comes {what} it, such as "
+                "neighbours or other tokens, is on another rank, and must be sent from there"
+            )
+            return
 
 
 def _other_samples(e: Evidence, first: str) -> Iterator[str]:
@@ -245,10 +289,15 @@ def _of_buffers(e: Evidence, module: str) -> Iterator[str]:
     """Buffers of the first module whose output differs that are not those of one process."""
     wrong = [f for f in e.found.failures if f.kind == "buffer" and holder_of(f.name) == module]
     for one in wrong[:1]:
-        own = [run.steps[one.step].buffers.get(one.name) for run in e.runs]
-        is_zero = any(buffer is not None and buffer.error and not buffer.aa for buffer in own)
+        buffers = {r.rank: b for r in e.runs if (b := r.steps[one.step].buffers.get(one.name))}
+        is_zero = any(buffer.error and not buffer.aa for buffer in buffers.values())
         how = "is zero" if is_zero else f"differs by {one.difference:.1e}"
+        right = [rank for rank, buffer in buffers.items() if not buffer.error]
+        if right:
+            how += f", but is right {name_ranks(right, e.runs, buffers)}"
         look = "look at how it is filled, or cast"
+        if len({buffer.digest for buffer in buffers.values()}) > 1:
+            look = "ranks hold different values, so broadcast it, or draw it with one seed"
         yield f"its buffer {one.name} {how}, unlike on one process: {look}"
 
 
@@ -328,6 +377,28 @@ def _moved_in_order(e: Evidence, first: str, outputs: Collection[int]) -> Iterat
                 "correct the order of the modules"
             )
             return
+
+
+def _run_twice(e: Evidence, first: str) -> Iterator[str]:
+    """Whether ranks on both sides of a tensor run a module that comes later, and only once."""
+    sources = _sources(e, first)
+    before = [t for t in e.traces if first not in t.events and any(s in t.events for s in sources)]
+    after = [t for t in e.traces if first in t.events and not any(s in t.events for s in sources)]
+    later = e.events[e.events.index(first) :]
+    held = {holder_of(name) for run in e.runs for name in run.placements}
+    twice = dict.fromkeys(
+        module_of(call)
+        for call in later
+        if module_of(call) in held
+        if any(call in t.events for t in before) and any(call in t.events for t in after)
+    )
+    if twice and not isinstance(e, JobEvidence):
+        who = name_ranks([t.rank for t in before], e.runs, range(len(e.runs)))
+        yield (
+            f"{listed(twice)}, which one process runs once, and later, "
+            f"{'run' if len(twice) > 1 else 'runs'} before it, too, {who}: leave it to the ranks "
+            "that have what it reads on one process"
+        )
 
 
 def sums_of_output(e: Evidence, outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:

@@ -35,7 +35,7 @@ from titanlite.modules.shards import local_part
 from titanlite.ranks.hang_state import TORCH, is_standard
 from titanlite.tools.verify.agreement import agreement, is_pending
 from titanlite.tools.verify.program.values import COMMUNICATION, Values
-from titanlite.tools.verify.record import is_input, module_of, name_call, name_input
+from titanlite.tools.verify.record import first_call, is_input, module_of, name_call, name_input
 
 PACKAGE = Path(__file__).parents[2]
 # Code of torch, and what comes from no file, is never the caller's; nor is that of the library in
@@ -54,7 +54,7 @@ class Events:
         self.first: dict[str, list[Tensor]] = defaultdict(list)
         """What modules receive (`name_input`) and return (`name_call`) in the forward pass."""
         self.again: dict[str, list[Tensor]] = defaultdict(list)
-        """Module -> what it returns when it is recomputed."""
+        """What modules receive and return when they are recomputed, by the first call's name."""
         self.gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
         """Name in `first` -> index in its list there -> gradient of that tensor."""
         self.pending_inputs: dict[str, None] = {}
@@ -115,7 +115,10 @@ class Events:
                 if read is not value:
                     aliases[id(value)] = read
                     self.values.follow(value, read)
-                if not is_again and not is_pending(value):
+                if is_again:
+                    name = name_input(module_of(call), argument)
+                    self.again[name].append(local_part(value.detach()).detach().cpu().clone())
+                elif not is_pending(value):
                     event = name_input(call, argument)
                     if not value.requires_grad:
                         self._without_gradient.setdefault(call, []).append(event)
@@ -164,7 +167,7 @@ class Events:
         return [found[i] for i in range(count)] if len(found) == count else None
 
     def recomputed_difference(self, name: str) -> float:
-        """The largest difference of a recomputed output from the closest forward output.
+        """The largest difference of a recomputed tensor from the closest of the forward pass.
 
         The schedule may recompute microbatches in another order, so calls are not paired by index.
         """
@@ -172,7 +175,7 @@ class Events:
         forward = [
             tensor
             for event, tensors in self.first.items()
-            if module_of(event) == name and not is_input(event)
+            if first_call(event) == name
             for tensor in tensors
         ]
         for again in self.again.get(name, ()):
@@ -268,17 +271,20 @@ class Events:
         if torch._C._current_graph_task_id() != -1:
             self.has_exchanged = True
         else:
-            self.values.note_group(self._calls, group)
+            # Ranks that deal out their rows need not have the same.
+            self.values.note_group(self._calls, None if kind == "all_to_all" else group)
         return -1
 
     def end(self, index: int, outputs: Sequence[Tensor]) -> None:
         """Nothing is noted of what a call writes to."""
 
-    def note_value(self, line: str, operator: Any, given: Any, result: Any) -> None:
-        """Keep what an operator of the forward pass returns."""
+    def note_value(self, line: str, operator: Any, given: Any, result: Any) -> Any:
+        """Keep what an operator of the forward pass returns, and return it."""
         is_forward = torch._C._current_graph_task_id() == -1
         if is_forward and not (self._calls and self._is_left_out):
             self.values.note(self._calls, line, operator, given, result)
+            return self.values.complete(operator, given, result)
+        return result
 
 
 class Watch(TorchDispatchMode):
@@ -298,7 +304,7 @@ class Watch(TorchDispatchMode):
         if func.namespace in COMMUNICATION and torch._C._current_graph_task_id() != -1:
             self.kept.has_exchanged = True
         if line and self.keeps_values:
-            self.kept.note_value(line, func, (args, kwargs), result)
+            result = self.kept.note_value(line, func, (args, kwargs), result)
         return result
 
 

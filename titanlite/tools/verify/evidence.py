@@ -41,6 +41,11 @@ class Evidence:
     is_split: bool = True
     """Whether a sum over ranks should give the loss: not so if all have the same batch."""
 
+    completed: str = ""
+    """The line whose result has to be reduced for the first wrong tensor, or the loss, to be right,
+    in a sentence.
+    """
+
     evaluates: bool = False
     """Whether the traces are of a validation, not of a step."""
     later: int | None = None
@@ -99,13 +104,24 @@ class Evidence:
                 return f": {listed(lines[-MOST_LINES:])}" if lines else ""
         return ""
 
-    @property
-    def wrong_line(self) -> record.WrongLine | None:
-        return next((run.wrong_line for run in self.watched if run.wrong_line), None)
+    def wrong_line(self, event: str = "") -> record.WrongLine | None:
+        """The first wrong line; for an event, one that can make it wrong.
 
-    def first_wrong_line(self) -> str:
+        That is not in a module whose output agrees, nor outside the one whose output the event is.
+        """
+        every = [trace.events for trace in self.traces]
+        for line in (line for trace in self.watched for line in trace.wrong_lines):
+            own = [events[line.call] for events in every if line.call in events]
+            agrees = own and not any(one.wrong_calls or one.is_other for one in own)
+            module = record.module_of(line.call)
+            inside = record.module_of(event) in (module, *record.around(module))
+            if not event or (not agrees and (inside or record.is_input(event))):
+                return line
+        return None
+
+    def first_wrong_line(self, event: str = "") -> str:
         """The first line whose result is wrong, in a sentence; "" if none is known."""
-        found = self.wrong_line
+        found = self.wrong_line(event)
         if found is None:
             return ""
         parts = [self._wrong_line(found)]
@@ -120,6 +136,18 @@ class Evidence:
             lines = listed(found.never_here[-MOST_LINES:])
             parts.append(f"On one process it reads the result of {lines}, which does not run here")
         return ". ".join(parts)
+
+    def arranged(self, line: record.WrongLine) -> str:
+        """Whether a wrong line only arranges what modules return that agree; "" if not."""
+        known = {c: t.events[c] for t in self.traces for c in line.arranges if c in t.events}
+        if not line.arranges or len(known) < len(line.arranges):
+            return ""
+        if any(one.wrong_calls or one.is_other for one in known.values()):
+            return ""
+        return (
+            f"between there is only a new order of the output of {listed(line.arranges)}, which "
+            "agrees: it is split, or put together, otherwise than on one process"
+        )
 
     def _wrong_line(self, found: record.WrongLine) -> str:
         start = f"the first line with another result than on one process is {found.line}"

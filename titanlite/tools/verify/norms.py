@@ -19,6 +19,21 @@ def explain_norm(runs: Sequence[RankRun], step: int, norm: float) -> str:
     return "; or ".join(list(dict.fromkeys(fitting))[:2])
 
 
+def norms_of_own(runs: Sequence[RankRun], step: int) -> str:
+    """What is missing, if every rank's norm is that of the gradients that it holds; else ""."""
+    for run in runs:
+        own = math.sqrt(sum(_local(runs, step, run.rank, name) for name in run.placements))
+        if not is_near(own, run.steps[step].norm, 1e-9):
+            return ""
+    holders = holders_of(runs)
+    apart = [name for name, own in holders.items() if any(len(r) < len(runs) for r in own.values())]
+    return (
+        f"each is that of the gradients that the rank holds, and lacks those of {listed(apart, 3)} "
+        "that other ranks hold. Add up the squares of these gradients, and of no copies, over the "
+        "ranks, before the root"
+    )
+
+
 def true_norm(runs: Sequence[RankRun], step: int) -> float:
     """The norm of the plan's own gradients, each element counted once."""
     return math.sqrt(sum(_squares(runs, step, name) for name in holders_of(runs)))

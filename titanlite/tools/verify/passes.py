@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from titanlite.parallelize.float8.spec import Float8Section
 from titanlite.tools.verify.dataflow import (
+    describe_event,
     explain_backward,
     first_difference,
     outputs_agree,
@@ -25,7 +26,7 @@ from titanlite.tools.verify.evidence import (
     worst,
 )
 from titanlite.tools.verify.gradients import explain_gradients
-from titanlite.tools.verify.record import around, module_of
+from titanlite.tools.verify.record import around, is_input, module_of
 from titanlite.tools.verify.wording import agree, is_near, name_parameters, name_ranks, times
 
 
@@ -51,16 +52,19 @@ def _pending_inputs(e: Evidence) -> list[str]:
 def _recomputed(e: Evidence) -> list[str]:
     largest: dict[str, float] = defaultdict(float)
     for trace in e.traces:
-        for name, output in trace.modules.items():
+        for name, output in trace.events.items():
             largest[name] = max(largest[name], output.recomputed)
-    wrong = [name for name in e.forward_order if largest.get(name, 0.0) > WRONG]
+    # Recomputation ends early: the last that it gives may be what a module receives.
+    known = (e.forward_order, e.events)
+    wrong = next(filter(None, ([n for n in some if largest[n] > WRONG] for some in known)), [])
     if not wrong:
         return []
     return [
         f"activation checkpointing recomputes values that differ from the forward pass, first in "
-        f"{wrong[0]} (by {largest[wrong[0]]:.1e}). Recomputation must have the inputs of "
-        "the forward pass and save the same tensors, for instance with an operator counter for "
-        "each pass"
+        f"{describe_event(wrong[0]) if is_input(wrong[0]) else wrong[0]} (by "
+        f"{largest[wrong[0]]:.1e}). Recomputation must have the inputs of the forward pass and "
+        "save the same tensors: what it reads besides its arguments, such as a mask kept in an "
+        "attribute or an operator counter, must not have changed since"
     ]
 
 

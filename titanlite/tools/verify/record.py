@@ -10,6 +10,16 @@ from typing import NamedTuple
 
 from titanlite.tools.verify.economy import Traffic
 
+Key = tuple[str, str, str]
+"""Of a value: the call of the innermost module, the line, and the operator."""
+OVER_PARTS = ("sum", "mean", "logsumexp", "_softmax", "_log_softmax")
+"""Operators that sum over what ranks may have only a part of, or scale by that."""
+
+
+def operator_of(key: Key) -> str:
+    """The operator's name, without its overload."""
+    return key[2].split(".")[-2]
+
 
 class Agreement(NamedTuple):
     """One rank's part `a` of a tensor compared with the same part `b` of the reference's.
@@ -270,6 +280,8 @@ class ModuleOutput:
     """The gradient of the output compared with the reference's, if both are known."""
     places: str = ""
     """Where it differs, if that is a part of one dimension; of other code."""
+    has_other_rows: bool = False
+    """Whether each row is a multiple of one of the reference's, but not of its own."""
     gradient_places: str = ""
     """The same for its gradient."""
     is_overwritten: bool = False
@@ -344,7 +356,10 @@ class RankTrace:
     """What a module receives or returns -> the lines of code that ran just before."""
     lines_backward: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The same for the gradients of these tensors."""
-    wrong_line: WrongLine | None = None
+    over_parts: dict[tuple[Key, int], tuple[int, ...]] = field(default_factory=dict)
+    """The values that may need the other ranks' parts, with their shapes."""
+    wrong_lines: tuple[WrongLine, ...] = ()
+    """The first lines whose results are wrong, of other code."""
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     """Call of a module -> the groups of ranks that exchange something inside it."""
     exchanged: frozenset[str] = frozenset()
@@ -472,6 +487,8 @@ class WrongLine:
     """Whether it is attention with `is_causal`."""
     only_here: tuple[str, ...] = ()
     """The lines that compute what it reads and that one process does not run."""
+    arranges: tuple[str, ...] = ()
+    """Modules inside `call`, if the value only has what they return, in some order."""
     is_random: bool = False
     """Whether its operator draws random numbers."""
     never_here: tuple[str, ...] = ()

@@ -32,6 +32,7 @@ from titanlite.tools.verify.record import (
     ModuleOutput,
     RankTrace,
     ReferenceTrace,
+    first_call,
     harmless,
     is_input,
     module_of,
@@ -84,6 +85,10 @@ class Tracer(abc.ABC):
         """Whether a tensor has rows of the reference's, in any order; False if not looked for."""
         return False
 
+    def look_closer(self, event: str, output: ModuleOutput, kept: Events, whole: Tensor) -> None:
+        """Add what else is to be seen of the first wrong tensor."""
+        return
+
     @abc.abstractmethod
     def weights(self) -> Mapping[str, Tensor]:
         """The weights before the step."""
@@ -104,8 +109,7 @@ class Tracer(abc.ABC):
                 left.append(event)
                 continue
             found[event], self.chosen[event] = compared
-            if not is_input(event):
-                found[event].recomputed = kept.recomputed_difference(module_of(event))
+            found[event].recomputed = kept.recomputed_difference(first_call(event))
         for event in self._harmless({event: not o.wrong_calls for event, o in found.items()}):
             found[event].wrong_calls, found[event].is_other = (), True
         for event, shape in kept.shapes.items():
@@ -114,6 +118,9 @@ class Tracer(abc.ABC):
             if output is not None and not self.leaves_out(event):
                 found[event] = output
                 self.chosen[event] = [lambda whole: whole] * output.num_calls
+        first = next((e for e in self.reference.events if e in found and found[e].wrong_calls), "")
+        if first and found[first].num_calls == 1:
+            self.look_closer(first, found[first], kept, known["outputs"][first][0])
         factors, backward = self._compare_backward(kept, known, found)
         trace = RankTrace(
             rank=self.rank,

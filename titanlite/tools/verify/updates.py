@@ -16,7 +16,7 @@ from titanlite.tools.verify.evidence import (
     ranks_of,
     worst,
 )
-from titanlite.tools.verify.norms import explain_norm
+from titanlite.tools.verify.norms import explain_norm, norms_of_own
 from titanlite.tools.verify.record import RankRun
 from titanlite.tools.verify.wording import (
     agree,
@@ -36,8 +36,8 @@ def explain_norm_alone(e: Evidence) -> Iterator[str]:
     norms = {run.rank: run.steps[e.step].norm for run in e.runs}
     if len(set(norms.values())) > 1:
         yield (
-            f"ranks have different gradient norms ({by_rank(e, lambda step: step.norm)}): sum the "
-            "squares over all ranks"
+            f"ranks have different gradient norms ({by_rank(e, lambda step: step.norm)}): "
+            + (norms_of_own(e.runs, e.step) or "sum the squares over all ranks")
         )
     words = explain_norm(e.runs, e.step, own)
     ratio = (
@@ -79,9 +79,15 @@ def explain_update(e: Evidence) -> Iterator[str]:
     if still:
         who = name_parameters(still, e.runs, "weight")
         where = name_ranks([run.rank for run in bad], e.runs, range(len(e.runs)))
+        states = [{n.rpartition(".")[0] for n in r.steps[e.step].state} for r in e.runs]
+        counts = {sum(name in of_rank for of_rank in states) for name in still}
         why = (
-            "the optimizer does not have these tensors, or has others than the model uses. Build "
-            "it after what replaces parameters (fully_shard, to, tie)"
+            "some ranks' optimizers have their state, so they are updated there, and old values "
+            "overwrite the update. Look at what the step sends between ranks: each weight must "
+            "come from the rank that updates it"
+            if counts <= set(range(1, len(e.runs))) and len(bad) == len(e.runs)
+            else "the optimizer does not have these tensors, or has others than the model uses. "
+            "Build it after what replaces parameters (fully_shard, to, tie)"
             if len(bad) == len(e.runs)
             else "there the optimizer makes no update in this step, which other ranks make"
         )

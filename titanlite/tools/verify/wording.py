@@ -164,7 +164,7 @@ def be_a_sum(who: str) -> str:
 def agree(who: str, verb: str) -> str:
     """`verb`, or its third person singular: "differ" or "differs"."""
     is_one = be(who) == "is"
-    return {"do": "does", "are": "is"}.get(verb, f"{verb}s") if is_one else verb
+    return {"do": "does", "are": "is", "have": "has"}.get(verb, f"{verb}s") if is_one else verb
 
 
 def how_in_words(how: str, axis: str) -> str:

@@ -23,13 +23,17 @@ from torch.utils._pytree import tree_map
 
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement, dense, without_padding, wrong_places
+from titanlite.tools.verify.events import Events
 from titanlite.tools.verify.program.batches import Where
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.record import Agreement, is_input, module_of
+from titanlite.tools.verify.record import Agreement, ModuleOutput, called_by, is_input, module_of
 from titanlite.tools.verify.tracing import Compared, Select, Tracer, in_all
+from titanlite.tools.verify.wording import listed
 
 # No more ways to cut an output than this are tried, and no larger gradients are saved.
 MOST_WAYS = 64
+# Indices that are named.
+MOST_INDICES = 4
 MOST_ELEMENTS = 1 << 24
 
 
@@ -75,8 +79,12 @@ class CodeTracer(Tracer):
 
     def _declared(self, module: str) -> Tensor | None:
         """Which rows of the reference's weight a module has, if the caller's `shard` says so."""
-        held = self.subject.held.get(f"{module}.weight")
-        if self.request.shard is None or held is None or held.parameter.ndim != 2:
+        return None if self.request.shard is None else self._rows_held(f"{module}.weight")
+
+    def _rows_held(self, name: str) -> Tensor | None:
+        """Which rows of the reference's matrix this rank has; None if it has parts of rows."""
+        held = self.subject.held.get(name)
+        if held is None or held.parameter.ndim != 2:
             return None
         numbers = held.part_of(torch.arange(held.shape.numel()).view(held.shape))
         is_whole = numbers.ndim == 2 and numbers.size(1) == held.shape[1]
@@ -102,7 +110,9 @@ class CodeTracer(Tracer):
                     best = one, select
                 if one.difference <= self.tolerance:
                     break
-            if best is None or not best[0].difference <= self.tolerance:
+            if place := self._of_other_columns(call, whole):
+                elsewhere = place
+            elif best is None or not best[0].difference <= self.tolerance:
                 # Rows of zeros are taken for padding only where no part of the reference's fits.
                 moved = self._match(call, whole, share, may_pad=best is None)
                 if moved is not None:
@@ -126,6 +136,45 @@ class CodeTracer(Tracer):
         number = len(calls) if len(known) == 1 else 1
         output.is_part = calls[0].numel() * number < known[0].numel()
         return output, chosen
+
+    def _of_other_columns(self, call: Tensor, whole: Tensor) -> str:
+        """Whose columns a tensor has, if they are a chunk, and not those of this rank; or ""."""
+        if self.where is None or call.ndim != whole.ndim:
+            return ""
+        own, columns = len(self.where.columns), self.where.num_columns
+        cut = [d for d, size in enumerate(whole.shape) if call.size(d) != size]
+        if len(cut) != 1 or whole.size(cut[0]) != columns or call.size(cut[0]) != own:
+            return ""
+        chunks = whole.split(own, cut[0])
+        found = [i for i, one in enumerate(chunks) if torch.equal(one, call)]
+        if not found or torch.equal(whole.index_select(cut[0], self.where.columns), call):
+            return ""
+        return f"positions {found[0] * own} to {found[0] * own + own - 1} of {columns}"
+
+    def look_closer(self, event: str, output: ModuleOutput, kept: Events, whole: Tensor) -> None:
+        """Which indices a wrong tensor is wrong for, or whether its rows are those of others."""
+        own, (select,) = kept.first[event][-1], self.chosen[event]
+        part = select(whole)
+        if own.shape != part.shape or own.ndim < 2 or not own.is_floating_point():
+            return
+        apart = (own - part).abs().amax(-1) > self.tolerance * whole.abs().max()
+        for other, calls in kept.first.items():
+            indices = calls[-1]
+            is_read = is_input(other) and called_by(other) == event and indices.ndim
+            if is_read and not indices.is_floating_point() and indices.shape == apart.shape:
+                wrong = indices[apart].unique()
+                if len(wrong) <= MOST_INDICES and not torch.isin(indices[~apart], wrong).any():
+                    output.places = f"where the module reads {listed(wrong.tolist())}"
+                    rows = self._rows_held(f"{module_of(event)}.weight")
+                    ends = () if rows is None else (rows[0] - 1, rows[0], rows[-1], rows[-1] + 1)
+                    if all(int(one) in map(int, ends) for one in wrong):
+                        output.places += ", at the border of two shards of its weight: look at the "
+                        output.places += "range of indices that each rank takes"
+        if own.size(-1) == whole.size(-1) > 2 and output.is_moved is False:
+            unit = [torch.nn.functional.normalize(t.flatten(0, -2)) for t in (own, whole, part)]
+            if _find_rows(unit[0], unit[1], self.tolerance) is not None:
+                difference = agreement(unit[0], unit[2], unit[1]).difference
+                output.has_other_rows = difference > self.tolerance
 
     def ways(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Iterator[Select]:
         """The parts of `whole` that have the shape of `call`, a microbatch (index, count)."""
@@ -265,6 +314,9 @@ class CodeTracer(Tracer):
             if size == self.where.num_rows:
                 bases.append(rows)
             if size == num_columns and num_columns > 1:
+                if own == len(columns):
+                    # A chunk of the same size has other columns, as where they are dealt in turn.
+                    return [columns]
                 bases.append(columns)
             if size == self.where.num_rows * num_columns and num_columns > 1:
                 bases.append((rows[:, None] * num_columns + columns[None]).flatten())

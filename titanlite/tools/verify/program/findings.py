@@ -271,6 +271,22 @@ def explain_untrained(e: PartEvidence) -> Iterator[str]:
     )
 
 
+def explain_frozen(e: PartEvidence) -> Iterator[str]:
+    """Gradients of weights that have none on one process."""
+    wrong = [name for name in e.failed("gradient") if name not in e.accumulated]
+    found = [run.steps[e.step].gradients.get(name) for run in e.runs for name in wrong]
+    # In the reference's there is nothing to compare.
+    if not e.accumulated or not wrong or any(one and (one.bb or not one.digest) for one in found):
+        return
+    who = name_parameters(wrong, e.runs, "weight")
+    yield Explained(
+        f"{who} {agree(who, 'have')} a gradient, but on one process none: "
+        f"{'it is' if be(who) == 'is' else 'they are'} frozen there (requires_grad is False), or "
+        "not used. Keep requires_grad when weights are cut, copied or wrapped",
+        wrong,
+    )
+
+
 def explain_mixed(e: PartEvidence) -> Iterator[str]:
     """Gradients that contain those of other parameters."""
     names = [name for name in e.failed("gradient") if name in e.mixed]
@@ -450,7 +466,7 @@ def explain_logarithm(e: PartEvidence) -> Iterator[str]:
 def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
     """The loss, if all that the model returns agrees."""
     if outputs_agree(e) or not any(trace.events for trace in e.traces):
-        line = e.first_wrong_line()
+        line = e.completed or e.first_wrong_line()
         last = e.forward_order[-1:] or ("",)
         if not line and any(last[0] in t.events and t.events[last[0]].is_padded for t in e.traces):
             line = f"{describe_event(last[0])}, which it reads, has {PADDING}"
@@ -463,6 +479,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_changed,),
     (explain_cover,),
     (explain_untrained,),
+    (explain_frozen,),
     (explain_missing,),
     (explain_recomputation,),
     (explain_forward,),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
-from titanlite.tools.verify.dataflow import describe_event
+from titanlite.tools.verify.dataflow import describe_event, first_wrong
 from titanlite.tools.verify.differences import (
     Key,
     Tolerance,
@@ -23,7 +23,16 @@ from titanlite.tools.verify.pool import RankPools
 from titanlite.tools.verify.program.findings import PartEvidence, are_local, conclude
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.result import Comparison
-from titanlite.tools.verify.record import CodeRun, ModelRun, PartFits, RankRun
+from titanlite.tools.verify.record import (
+    CodeRun,
+    ModelRun,
+    PartFits,
+    RankRun,
+    around,
+    is_input,
+    module_of,
+    operator_of,
+)
 from titanlite.tools.verify.sensitivity import (
     HALF_SPACING,
     NUM_PERTURBED,
@@ -31,11 +40,13 @@ from titanlite.tools.verify.sensitivity import (
     Given,
     Sensitivity,
 )
-from titanlite.tools.verify.wording import be, listed, name_parameters
+from titanlite.tools.verify.wording import be, is_near, listed, name_parameters
 
 FLOAT32_ROUNDING = 2.0**-23
 # A reference that differs from itself by more than this draws random numbers.
 RANDOM = 1e-3
+# No more values are reduced, one by one, to see whether they make right what is wrong.
+MOST_COMPLETED = 8
 
 
 @dataclass
@@ -381,6 +392,57 @@ class Judging:
             found = self.pools.alone(on_rank, self.packed, self.folder, step, files, count)
         return found
 
+    def _complete(self, evidence: PartEvidence, step: int) -> str:
+        """The line whose result, reduced over an axis, makes what is wrong right; "" if none does.
+
+        Each rank takes a sum, or what is scaled by one, over its own part alone. What follows from
+        it, such as a quotient, is then no share of what it should be.
+        """
+        event, e = first_wrong(evidence), evidence
+        line, module = e.wrong_line(event), module_of(event)
+        if line is not None and not line.only_here and not line.is_of_part:
+            return ""
+        own = [t.events[event].agreement for t in e.traces if event in t.events]
+        # A common factor has a sentence of its own.
+        if pooled(own)[1] < EXPLAINED if event else not e.failed("loss") or e.is_split:
+            return ""
+        shapes = [trace.over_parts for trace in e.watched]
+        # The loss has no call, as the model has none.
+        agrees = {c for t in e.traces for c, one in t.events.items() if c and not one.wrong_calls}
+        places = [
+            place
+            for place, shape in shapes[0].items()
+            if all(of_rank.get(place) == shape for of_rank in shapes)
+            and place[0][0] not in agrees
+            and (is_input(event) or module in (inner := module_of(place[0][0]), *around(inner)))
+        ]
+        pool = self.pools.of(e.dims.world_size)
+        on_rank = "titanlite.tools.verify.program.parallel:run_parallel"
+        for place in places[:MOST_COMPLETED]:
+            for axis in e.dims.axes_in_use:
+                what = self.packed, self.folder, self.record, step, (place, axis, event)
+                runs = pool.call(on_rank, *what)
+                found = [t.events[event] for run in runs if event in (t := run.traces[step]).events]
+                factor, left = pooled([one.agreement for one in found])
+                if not event:
+                    ratios = [(run.losses[-1] or 0.0) / e.reference[step].loss for run in runs]
+                    factor, left = ratios[0], max(ratios) - min(ratios)
+                degree = e.dims.degrees[axis]
+                known = any(
+                    is_near(factor, n) for n in (1, degree, 1 / degree)[: 3 if event else 1]
+                )
+                if left >= EXPLAINED or not known:
+                    continue
+                whole = describe_event(event) if event else "the loss"
+                way = operator_of(place[0]).strip("_")
+                return (
+                    f"the line {place[0][1]} takes a {way} over each rank's own part alone, and "
+                    f"what follows from it is wrong: with the {way} over {axis}, {whole} is "
+                    + ("correct" if is_near(factor, 1.0) else f"{factor:g} times what it should be")
+                    + f". Reduce it over {axis} before it is used"
+                )
+        return ""
+
     def _watch(self, evidence: PartEvidence, step: int) -> None:
         """Run both sides again, and note the lines of the caller's code."""
         on_one = "titanlite.tools.verify.program.reference:run_model"
@@ -391,6 +453,7 @@ class Judging:
             pool = self.pools.of(self.found.grid.world_size)
             runs = pool.call(on_rank, *what, self.record, step)
             evidence.watched = [run.traces[step] for run in runs]
+            evidence.completed = self._complete(evidence, step)
         except TitanliteError as error:
             failure(error)
             why = " ".join(str(error).split())

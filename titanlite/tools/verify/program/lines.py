@@ -8,8 +8,9 @@ harmless if all that is computed from it next is right.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +26,18 @@ from titanlite.tools.verify.tracing import gathered, sum_over_axes
 
 # No more values are reduced.
 MOST_REDUCED = 48
+# Nor does the diagnosis look at more wrong lines.
+MOST_LINES = 24
 
 # Also with padding.
 RIGHT = ("right", "padded")
 RANDOM = ("rand", "normal", "bernoulli", "native_dropout", "multinomial", "uniform", "exponential")
+# Operators that compute nothing.
+ARRANGE = (
+    *("view", "_unsafe_view", "reshape", "transpose", "t", "permute", "clone", "alias", "split"),
+    *("split_with_sizes", "chunk", "slice", "select", "unbind", "index", "cat", "stack", "expand"),
+    *("squeeze", "unsqueeze", "flatten", "unflatten", "contiguous", "index_select", "as_strided"),
+)
 # Arguments that need no name.
 UNNAMED = ("self", "other", "value", "exponent")
 
@@ -36,11 +45,11 @@ Pair = tuple[Tensor, Tensor, tuple[int, int]]
 """A value, that of one process, and which of how many microbatches it is of."""
 
 
-def first_wrong_line(
+def wrong_lines(
     tracer: CodeTracer, values: Values, folder: str, num_microbatches: int
-) -> WrongLine | None:
-    """The first value that is wrong on some rank, compared with those that the reference has saved
-    in `folder`; every rank of the world must call this.
+) -> tuple[WrongLine, ...]:
+    """The first values that are wrong on some rank, beside those that the reference has saved in
+    `folder`; every rank of the world must call this.
     """
     known = load_values(folder)
     pairs = _pairs(values, known, num_microbatches)
@@ -57,7 +66,8 @@ def first_wrong_line(
     parts = {
         n for n, (own, whole, share) in pairs.items() if own.numel() * share[1] < whole.numel()
     }
-    return _Search(values, known, states, wrong, unjudged, shares, parts).first()
+    search = _Search(values, known, states, wrong, unjudged, shares, parts).found()
+    return tuple(itertools.islice(search, MOST_LINES))
 
 
 def _pairs(values: Values, known: Values, num_microbatches: int) -> dict[int, Pair]:
@@ -85,7 +95,9 @@ def _pairs(values: Values, known: Values, num_microbatches: int) -> dict[int, Pa
 
 
 def _state(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int]) -> str | None:
-    """Whether a value is one of RIGHT, has "moved" rows, or is "wrong"; None if that is unknown."""
+    """Whether a value is one of RIGHT, has "moved" rows, or "chosen" ones, of which no part of
+    the reference's has the shape, or is "wrong"; None if that is unknown.
+    """
     if not own.ndim or not whole.ndim:
         if own.shape != whole.shape:
             return None
@@ -100,7 +112,9 @@ def _state(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int
     is_moved = tracer.finds_moved(own, whole, share)
     if is_moved is None:
         return None
-    return "moved" if is_moved else "wrong" if is_any else None
+    if is_moved:
+        return "moved" if is_any else "chosen"
+    return "wrong" if is_any else None
 
 
 def _is_close(tracer: CodeTracer, own: Tensor, part: Tensor, whole: Tensor) -> bool:
@@ -188,13 +202,21 @@ class _Search:
     parts: Collection[int]
     """The values of which this rank has only a part."""
 
-    def first(self) -> WrongLine | None:
-        """The first wrong value that is no share, and is not harmless."""
+    def found(self) -> Iterator[WrongLine]:
+        """The wrong values that are no shares, and are not harmless."""
         harmless = self._harmless()
         for number, place in enumerate(self.values.places):
             if place not in self.wrong or place in self.shares or harmless[number]:
                 continue
-            found = WrongLine(place[0][0], place[0][1], self.states.get(place) == "moved")
+            (call, line, _), state = place[0], self.states.get(place)
+            if state == "chosen" and any(
+                other[0][:2] == (call, line) and other not in self.shares and not harmless[n]
+                for n, other in enumerate(self.values.places)
+                if n > number and other in self.wrong and self.states.get(other) != "chosen"
+            ):
+                continue
+            found = WrongLine(call, line, state in ("moved", "chosen"))
+            found.arranges = self._arranges(number)
             sources, between = self._sources(self.values, number)
             found.only_here = tuple(line for line in between if line != found.line)
             self._compare(found, place)
@@ -217,8 +239,21 @@ class _Search:
                 found.mixed = self._other_way(shares, found.way)
                 sources, _ = self._sources(self.values, share)
                 share = next((s for s in sources if self._is_open_share(s, harmless)), None)
-            return found
-        return None
+            yield found
+
+    def _arranges(self, number: int) -> tuple[str, ...]:
+        """The modules inside the call of a value whose results it has, if it only arranges them."""
+        calls, stack = dict[str, None](), [number]
+        own = self.values.places[number][0][0]
+        while stack:
+            (call, _, operator), _ = self.values.places[one := stack.pop()]
+            if call != own:
+                calls[call] = None
+            elif operator.split(".")[1].split(":")[-1] not in ARRANGE:
+                return ()
+            else:
+                stack += self.values.sources[one]
+        return tuple(calls)
 
     def _other_way(self, shares: Sequence[int], way: str) -> tuple[str, str] | None:
         """The line and the way of a share that is reduced in another way."""

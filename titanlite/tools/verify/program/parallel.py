@@ -28,9 +28,10 @@ from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
 from titanlite.tools.verify.program.code_trace import CodeTracer, same_rows, save_part
-from titanlite.tools.verify.program.lines import first_wrong_line
+from titanlite.tools.verify.program.lines import wrong_lines
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
+from titanlite.tools.verify.program.values import Place
 from titanlite.tools.verify.program.weights import changed, fingerprint, save_update
 from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
@@ -43,14 +44,22 @@ IF_NARROWED = 1e-4
 
 
 def run_parallel(
-    world: World, packed: bytes, folder: str, record: ModelRun, watched: int | None = None
+    world: World,
+    packed: bytes,
+    folder: str,
+    record: ModelRun,
+    watched: int | None = None,
+    completed: tuple[Place, str, str] | None = None,
 ) -> CodeRun:
     """Train the parallel code on every batch; every rank of the world must call this.
 
-    With `watched`, only up to this step, in which the lines of the caller's code are noted.
+    With `watched`, only up to this step, in which the lines of the caller's code are noted. Then a
+    value may be `completed`: reduced over an axis, to see what that does to an event.
     """
     request: Request = pickles.loads(packed)
-    return _Measuring(world, request, folder, record, watched=watched).run()
+    measuring = _Measuring(world, request, folder, record, watched=watched)
+    measuring.completed = completed
+    return measuring.run()
 
 
 def run_again(
@@ -99,6 +108,7 @@ class _Measuring:
         self.watched = watched
         self.grid, self.perturbs, self.traces = request.grid, perturbs, traces
         self.perturbed = 0
+        self.completed: tuple[Place, str, str] | None = None
         # Of outputs, and of gradients that are not looked at again.
         self.tolerance = TOLERANCES[getattr(torch, request.dtype)]
         if record.narrowed:
@@ -153,6 +163,9 @@ class _Measuring:
             looks = is_seen and self.traces and self.watched is None
             watch = StepWatch(subject.groups, built.own_parameters, [part]) if looks else None
             kept = Events()
+            if self.completed is not None and step == self.watched:
+                place, axis, _ = self.completed
+                kept.values.completed = place, subject.groups[axis]
             if not built.is_flat:
                 kept.at_start = functools.partial(fingerprint, held)
             with self._observing(subject, kept, step), watch.seeing() if watch else nullcontext():
@@ -160,7 +173,7 @@ class _Measuring:
             run.changed[step] = changed(after, kept.start)
             perturbation.restore()
             if step == self.watched:
-                run.traces[step] = self._lines(tracer, kept)
+                run.traces[step] = self._lines(tracer, kept, known)
                 return run
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
@@ -203,10 +216,17 @@ class _Measuring:
             ),
         )
 
-    def _lines(self, tracer: CodeTracer, kept: Events) -> RankTrace:
+    def _lines(self, tracer: CodeTracer, kept: Events, known: Mapping[str, Any]) -> RankTrace:
         """The lines that were noted in a watched step, and the first whose result is wrong."""
         trace, number = tracer.lines(kept), max(map(len, kept.first.values()), default=1)
-        trace.wrong_line = first_wrong_line(tracer, kept.values, self.folder, number)
+        if self.completed is not None:
+            event = self.completed[2]
+            if event in kept.first and event in known["outputs"]:
+                compared = tracer.compare(event, kept.first[event], known["outputs"][event])
+                trace.events |= {event: compared[0]} if compared is not None else {}
+            return trace
+        trace.over_parts = kept.values.over_parts()
+        trace.wrong_lines = wrong_lines(tracer, kept.values, self.folder, number)
         trace.groups = {call: tuple(groups) for call, groups in kept.values.groups.items()}
         trace.exchanged = frozenset(kept.exchanged)
         return trace

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import is_pending
+from titanlite.tools.verify.record import OVER_PARTS, Key, operator_of
 from titanlite.tools.verify.watching import group_of
 
 # Larger values are not kept.
@@ -28,8 +29,6 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 # Numbers that are no values: sizes, too.
 NO_VALUE = ("dtype", "layout", "device", "pin_memory", "memory_format", "end")
 
-Key = tuple[str, str, str]
-"""The call of the innermost module, the line, and the operator."""
 Place = tuple[Key, int]
 """Which of the values of a key."""
 Number = bool | int | float
@@ -47,6 +46,8 @@ class Values:
     """Whether an element of the value depends on several of what it is computed from."""
     numbers: list[dict[str, Number]] = field(default_factory=list)
     """The numbers that each operator is given, by argument, without sizes."""
+    completed: tuple[Place, Any] | None = None
+    """The value that is reduced over a group of ranks before it is used, and that group."""
     groups: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
     """Call of a module -> the groups of ranks that exchange something inside it."""
     num_bytes: int = 0
@@ -78,6 +79,31 @@ class Values:
         self.mixes.append(reads and not is_by_row)
         self.tensors.append(self._copy(operator, found[0]))
         self.numbers.append(_numbers_in(operator, given))
+
+    def complete(self, operator: Any, given: Any, result: Any) -> Any:
+        """The result of the operator noted last; over all ranks of a group, if it is to be."""
+        if self.completed is None or not self.places or self.places[-1] != self.completed[0]:
+            return result
+        (place, group), self.completed = self.completed, None
+        name, own = operator_of(place[0]), result.detach().clone()
+        if name in ("sum", "mean"):
+            dist.all_reduce(own, group=group)
+            return own / (group.size() if name == "mean" else 1)
+        if name == "logsumexp":
+            dist.all_reduce(own := own.exp(), group=group)
+            return own.log()
+        # A softmax, or its logarithm.
+        local = given[0][0].detach().exp().sum(given[0][1], keepdim=True)
+        dist.all_reduce(total := local.clone(), group=group)
+        return own * local / total if name == "_softmax" else own + (local / total).log()
+
+    def over_parts(self) -> dict[Place, tuple[int, ...]]:
+        """The values that may need the other ranks' parts, too, with their shapes."""
+        return {
+            place: tuple(one.shape)
+            for place, one in zip(self.places, self.tensors, strict=True)
+            if one is not None and one.is_floating_point() and operator_of(place[0]) in OVER_PARTS
+        }
 
     def note_group(self, calls: Sequence[str], group: Any) -> None:
         """Note that the ranks of a group exchange something inside calls of modules."""
