@@ -35,6 +35,7 @@ SAVED_OPERATORS = (
     aten.mm.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_flash_attention.default,
+    aten._flash_attention_forward.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_attention_math.default,
     aten._scaled_dot_product_fused_attention_overrideable.default,
