@@ -43,7 +43,7 @@ EVIDENCE = ROOT / "docs/evidence/gpu"
 PLANNED, MEASURED = "planned.json", "measured.json"
 # Data that a clone does not have; a compiled model under threads.
 LEFT_OUT = ("cifar10", "compile")
-GROUPS = ("kernels", "train", "equal", "verify", "faults", "measure", "operators")
+GROUPS = ("kernels", "documents", "train", "equal", "verify", "faults", "measure", "operators")
 AT_ONCE = 8
 # The recorded bugs of tests/parity are shared out to as many processes.
 FAULT_PARTS = 6
@@ -94,6 +94,10 @@ TRAINED: Mapping[str, tuple[str, ...]] = {
     ),
     "deterministic": ("single", "--debug.deterministic=true"),
     "documents": ("llama_tiny", "--training.attend_across_documents=false"),
+    "documents, compile, bfloat16": (
+        *("llama_tiny", "--training.attend_across_documents=false"),
+        *("--compile.enable=true", "--training.mixed_precision_param=bfloat16"),
+    ),
     "checkpoints": ("single", "--checkpoint.enable=true", "--checkpoint.interval=3"),
     "checkpoints with pinned memory": (
         *("single", "--checkpoint.enable=true", "--checkpoint.interval=3"),
@@ -220,6 +224,8 @@ def checks(folder: Path, num_gpus: int) -> Iterator[Check]:
     python, own = sys.executable, str(Path(__file__))
     kernels = "tests/unit/modules/test_attention_kernels.py", "tests/unit/observe"
     yield Check("kernels", "tests", [python, "-m", "pytest", "-q", "-m", "not slow", *kernels])
+    own_check = str(ROOT / "docs/gpu_documents.py")
+    yield Check("documents", "attention", [python, own_check, str(folder)])
     for name, (config, *options) in TRAINED.items():
         path, dump = f"configs/{config}.toml", folder / "runs" / name.replace(" ", "_")
         where = f"--job.dump_folder={dump}"

@@ -43,7 +43,9 @@ def draw_layouts(num_tokens: int = 32) -> str:
                 drawing.rectangle(x, y, (position + 1) * cell, cell, colour, stroke=PAPER)
         drawing.rectangle(x, top, side, side, "none", stroke=FAINT)
         n = num_tokens // NUM_RANKS
-        pairs = [layout.num_pairs(rank, n, causal=True) for rank in range(NUM_RANKS)]
+        ranks = range(NUM_RANKS)
+        tiles = [[layout.tiles(rank, other, n, causal=True) for other in ranks] for rank in ranks]
+        pairs = [sum(tile.num_pairs for part in of_rank for tile in part) for of_rank in tiles]
         for rank, count in enumerate(pairs):
             y = top + side + 8 + rank * 13
             drawing.rectangle(x, y, side * count / sum(pairs), 10, COLOURS[rank])

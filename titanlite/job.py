@@ -9,7 +9,10 @@ verification, sampling and benchmarks all run on a Job.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +31,7 @@ from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.build import initial_model
 from titanlite.modules.attention import Layout
 from titanlite.modules.batch import Batch
-from titanlite.modules.draws import Draws, separate_draws
+from titanlite.modules.draws import Draws, separate_draws, states_of_generators
 from titanlite.modules.shards import buffers_of, parameters_of, whole_tensor
 from titanlite.parallelize import ParallelPlan, PipelineRunner
 from titanlite.parallelize.activation_checkpoint.apply import RecomputationReport
@@ -49,6 +52,7 @@ from titanlite.parallelize.tensor_parallel.apply import shards_sequence
 from titanlite.plain_job import Builders, PlainJob, as_config_error, build_plain_job
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.settings import start_settings
+from titanlite.ranks.turns import is_rank
 from titanlite.ranks.world import World
 from titanlite.registry import is_over_batch
 from titanlite.training.initial_weights import (
@@ -99,6 +103,8 @@ class Job:
     """The tensors of the plain model: name -> (kind, shape)."""
     draws: Draws = field(default_factory=Draws)
     """The modules that draw from torch's own generators."""
+    _reader: ThreadPoolExecutor | None = None
+    _ahead: tuple[int, Future[list[Batch]]] | None = None
 
     @property
     def config(self) -> JobConfig:
@@ -141,16 +147,51 @@ class Job:
 
     def step(self, number: int | None = None) -> StepResult:
         """Train on the next global batch; `number` is the step of the run."""
-        result = self.trainer.step(self.draw(), number)
+        batches = self.draw()
+        if self._reader is not None and number and number < self.config.training.steps:
+            ahead = copy.copy(self.sampler)
+            self._ahead = ahead.state, self._reader.submit(self._read, ahead)
+        result = self.trainer.step(batches, number)
         if self.fusions is not None:
             self.fusions.require()
         return result
 
     def draw(self) -> list[Batch]:
         """This rank's part of the next global batch, as one batch per accumulation step."""
+        first, ahead, self._ahead = self.sampler.state, self._ahead, None
         if self.trainer.generators is not None:
-            self.trainer.generators.start_reading(self.sampler.state)
-        return [self._own_part(batch) for batch in self.sampler.draw()]
+            self.trainer.generators.start_reading(first)
+        if ahead is not None and ahead[0] == first:
+            self.sampler.state += self.resolved.global_batch_size
+            return ahead[1].result()
+        before = states_of_generators(self.world.device)
+        batches = self._read(self.sampler)
+        if states_of_generators(self.world.device) != before:
+            self._reader = None  # it would draw from the generators of the running step
+        return batches
+
+    def _read(self, sampler: GlobalBatchSampler) -> list[Batch]:
+        batches = [self._own_part(batch) for batch in sampler.draw()]
+        if sampler is not self.sampler and self.world.device.type == "cuda":
+            # A step has read its loss, so the next copies may take the memory of its batch.
+            torch.cuda.current_stream().synchronize()
+        return batches
+
+    @contextlib.contextmanager
+    def reading_ahead(self) -> Iterator[None]:
+        """Inside, each step but the last reads the next one's batches on a thread meanwhile.
+
+        Not if samples draw from the generators of the process, and not on ranks that are threads,
+        which share these. The sampler's state is that of the step.
+        """
+        if not self.config.training.prefetch or is_rank():
+            yield
+            return
+        own_stream: tuple[Any, ...] = ()
+        if self.world.device.type == "cuda":
+            own_stream = torch.cuda.set_stream, (torch.cuda.Stream(self.world.device),)
+        with ThreadPoolExecutor(1, "reading ahead", *own_stream) as self._reader:
+            yield
 
     def evaluate(self) -> float:
         """The mean validation loss, in nats per target."""
@@ -201,10 +242,9 @@ class Job:
 
     def _own_part(self, batch: Batch) -> Batch:
         """The batch on this rank's device; with CP, only this rank's tokens."""
-        batch = batch.to(self.world.device, DTYPES[self.config.training.dtype])
-        if not self.dims.cp_enabled:
-            return batch
-        return batch.shard(self.layout, self.dims.token_rank(self.world.rank))
+        if self.dims.cp_enabled:
+            batch = batch.shard(self.layout, self.dims.token_rank(self.world.rank))
+        return batch.to(self.world.device, DTYPES[self.config.training.dtype])
 
     def validation_batches(self) -> Iterator[Batch]:
         """This rank's part of the validation set, or of its first `validation.steps` batches."""
@@ -321,7 +361,7 @@ def _open_meshes(resolved: ResolvedJob, world: World, plain: PlainJob) -> Meshes
         layer.force_balance = config.debug.moe_force_load_balance
         if dims.cp_enabled:
             place = dims.token_rank(world.rank)
-            layer.held_places = plain.layout.positions(place, resolved.seq_len)
+            layer.held_places = plain.layout.positions(place, resolved.seq_len).to(world.device)
     return meshes
 
 

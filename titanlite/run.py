@@ -105,6 +105,7 @@ def train_on_rank(
                 artist=artist,
             ) as reporter,
             world.explaining(),
+            job.reading_ahead(),
         ):
             recording = Recording(job, callbacks or Callbacks(), checkpoints.first_step)
             reporter.warn(check_copies(job, "before the first step"))

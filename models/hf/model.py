@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
 from titanlite.models.hf.config import HFConfig
-from titanlite.modules.attention.dense import attend
+from titanlite.modules.attention import CausalAttention
 from titanlite.parallelize.context_parallel.huggingface import no_mask, refuse_unsupported
 
 if TYPE_CHECKING:
@@ -32,23 +32,6 @@ logging.getLogger("torchao").addFilter(
 logging.getLogger("torch.utils._pytree").addFilter(
     lambda record: "register_constant() on Enum subclasses" not in record.getMessage()
 )
-
-
-class CausalAttention(nn.Module):
-    """Causal attention of q [B, H, T, E] over k, v [B, K, T, E].
-
-    With `documents` [B, T], a token attends only to tokens of its own document.
-    """
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None = None,
-        documents: Tensor | None = None,
-    ) -> Tensor:
-        return attend(q, k, v, scale=scale, documents=documents)
 
 
 class JoinedConv1D(Conv1D):

@@ -255,6 +255,9 @@ class Training(Section):
         "tokens per sequence; if not set, the model's own length, else the data's, else 2048",
         torchtitan=2048,
     )
+    prefetch: bool = key(
+        True, "read samples a step ahead, on a thread; not if they draw randomly", torchtitan=OWN
+    )
     max_norm: float = key(
         1.0, "clip gradients to this norm; inf: no clipping", gt=0, allow_inf_nan=True
     )

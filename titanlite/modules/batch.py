@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.errors import TitanliteError
+from titanlite.modules.attention.documents import moved, note, noted, on_host
 
 if TYPE_CHECKING:
     from titanlite.modules.attention import Layout
 
 # The target that torch.nn.functional.cross_entropy ignores by default.
 IGNORE_INDEX = -100
+DOCUMENTS = "documents"
 
 
 class FieldDims(NamedTuple):
@@ -76,12 +78,14 @@ class Batch:
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
         """The batch on a device, with floating-point fields in `dtype` if that is given."""
-        to_gpu = device.type != "cpu"  # the CPU would read a copy that has only begun
-        moved = {
-            name: field.to(device, dtype if field.is_floating_point() else None, to_gpu)
+        fields = {
+            name: moved(field, device, dtype if field.is_floating_point() else None)
             for name, field in self.fields.items()
         }
-        return Batch(moved, self.dims)
+        if device.type != "meta" and self.dims.get(DOCUMENTS) == FieldDims(0, 1):
+            known = noted(field := self.fields[DOCUMENTS])
+            note(fields[DOCUMENTS], on_host(field[None]) if known is None else known.numbers)
+        return Batch(fields, self.dims)
 
     def replace(self, **fields: Tensor) -> Batch:
         """The batch with new values for some fields, whose dimensions stay the same."""
@@ -111,6 +115,10 @@ class Batch:
             else layout.shard(field, dim, rank)
             for name, field in self.fields.items()
         }
+        if self.dims.get(DOCUMENTS) == FieldDims(0, 1):
+            ranks, whole = range(layout.num_ranks), self.fields[DOCUMENTS]
+            numbers = torch.stack([layout.shard(whole, 1, other) for other in ranks])
+            note(cut[DOCUMENTS], on_host(numbers))
         return Batch(cut, self.dims)
 
     def leave_out(self, is_out: Tensor) -> Batch:

@@ -281,6 +281,11 @@ def generator_states(device: torch.device) -> list[bytes]:
         return [one.get_state().numpy().tobytes() for one in default_generators(device)]
 
 
+def states_of_generators(device: torch.device) -> tuple[Any, ...]:
+    """The same, and those of Python's `random` and of NumPy."""
+    return generator_states(device), _states_outside_torch()
+
+
 class _ByShape(TorchDispatchMode):
     """Decides for each draw, by its shape, whether it is one of a shard."""
 

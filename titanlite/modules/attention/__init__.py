@@ -1,6 +1,7 @@
 """Attention of a whole sequence, and which tokens each rank holds of a sequence that is sharded.
 
 dense.py      causal attention on one rank, and the cache of its keys and values for sampling
+documents.py  what the host knows of a batch's documents
 kernels.py    attention of one block, with its log-sum-exp
 layout.py     which tokens each rank holds
 """

@@ -6,23 +6,35 @@ size.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from titanlite.modules.attention.documents import Documents, known_of, same_document
+
+flash_in_a_row = torch.ops.aten._flash_attention_forward
 
 
 class CausalAttention(nn.Module):
     """Scaled dot-product attention of each query to the keys up to its own position."""
 
     def forward(
-        self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, documents: Tensor | None = None
+        self,
+        q_BHTE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSE: Tensor,
+        scale: float | None = None,
+        *,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Attention output [B, H, T, E]; the queries are the last T of the S positions.
 
         `documents` [B, S] are the numbers of the keys' documents within their sequence. A query
         then attends only to keys of its own document.
         """
-        return attend(q_BHTE, k_BKSE, v_BKSE, documents=documents)
+        return attend(q_BHTE, k_BKSE, v_BKSE, scale=scale, documents=documents)
 
 
 def attend(
@@ -39,14 +51,16 @@ def attend(
     If there are fewer queries than keys, the queries are the last positions.
     """
     num_queries, num_keys = q_BHTE.size(2), k_BKSE.size(2)
+    known = None if documents is None or num_queries != num_keys else known_of(documents)
+    has_kernel = q_BHTE.dtype.itemsize == 2 and q_BHTE.size(3) in range(8, 257, 8)
+    if known is not None and known.starts is not None and has_kernel:
+        return _attend_in_a_row(q_BHTE, k_BKSE, v_BKSE, known, is_causal, scale)
     mask = None
     # A single query is the last position and attends to every key.
-    if is_causal and (documents is not None or num_queries not in (num_keys, 1)):
-        earlier = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHTE.device)
-        mask = earlier.tril(num_keys - num_queries)
-    if documents is not None:
-        mask_BTS = same_document(documents[:, -num_queries:], documents)
-        mask = mask_BTS if mask is None else mask_BTS & mask
+    if documents is not None or (is_causal and num_queries not in (num_keys, 1)):
+        make = partial(_mask, q_BHTE, num_keys, is_causal, documents)
+        is_shared = known is not None and not torch.compiler.is_compiling()
+        mask = known.bias(is_causal, q_BHTE.dtype, make) if known and is_shared else make()
     repeats = q_BHTE.size(1) // k_BKSE.size(1) if q_BHTE.is_cuda else 1
     if repeats > 1 and (mask is not None or q_BHTE.dtype == torch.float32):
         # The kernel for masks and float32 takes no grouped heads; the next one keeps all scores.
@@ -62,9 +76,24 @@ def attend(
     )
 
 
-def same_document(of_queries: Tensor, of_keys: Tensor) -> Tensor:
-    """A mask [B, 1, T, S], true where query [B, T] and key [B, S] have the same document."""
-    return of_queries[:, None, :, None] == of_keys[:, None, None, :]
+def _attend_in_a_row(
+    q: Tensor, k: Tensor, v: Tensor, known: Documents, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Attention to documents that lie one after another in the B x T tokens."""
+    bounds = known.starts, known.starts, known.longest, known.longest
+    packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    out, *_ = flash_in_a_row(*packed, *bounds, 0.0, is_causal, False, scale=scale)
+    return out.unflatten(0, (q.size(0), -1)).transpose(1, 2)
+
+
+def _mask(q: Tensor, num_keys: int, is_causal: bool, documents: Tensor | None) -> Tensor:
+    """The mask of the last queries, true where they attend."""
+    mask = torch.ones(q.size(2), num_keys, dtype=torch.bool, device=q.device)
+    if is_causal:
+        mask = mask.tril(num_keys - q.size(2))
+    if documents is not None:
+        mask = mask & same_document(documents[:, -q.size(2) :], documents)
+    return mask
 
 
 class KeyValueCache:

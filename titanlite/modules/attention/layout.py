@@ -135,32 +135,12 @@ class Layout(ABC):
         return max((tile.keys.stop for tile in tiles), default=0)
 
     def num_keys_sent(self, rank: int, n: int, causal: bool) -> int:
-        """The number of keys (and values) that `rank` sends in the forward pass.
-
-        At most (c - 1) n.
-        """
-        return self._num_keys_moved(rank, 1, n, causal)
-
-    def num_keys_received(self, rank: int, n: int, causal: bool) -> int:
-        """The number of keys (and values) that `rank` receives in the forward pass.
+        """The number of keys (and values) that `rank` sends in the forward pass: at most (c - 1) n.
 
         The backward pass transfers the same keys and values again, and their gradients.
         """
-        return self._num_keys_moved(rank, 0, n, causal)
-
-    def _num_keys_moved(self, rank: int, hops_to_go: int, n: int, causal: bool) -> int:
-        return sum(
-            self.num_keys_carried(self.holder(rank, hops_to_go - hop), hop, n, causal)
-            for hop in range(1, self.num_ranks)
-        )
-
-    def num_pairs(self, rank: int, n: int, causal: bool) -> int:
-        """The number of query-key pairs that `rank` computes: its share of the work."""
-        return sum(
-            tile.num_pairs
-            for key_rank in range(self.num_ranks)
-            for tile in self.tiles(rank, key_rank, n, causal)
-        )
+        hops = range(1, self.num_ranks)
+        return sum(self.num_keys_carried(self.holder(rank, 1 - h), h, n, causal) for h in hops)
 
 
 class HeadTail(Layout):

@@ -37,6 +37,7 @@ SAVED_OPERATORS = (
     *PRODUCTS,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_flash_attention.default,
+    aten._flash_attention_forward.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_attention_math.default,
     aten._scaled_dot_product_fused_attention_overrideable.default,

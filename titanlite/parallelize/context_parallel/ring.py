@@ -6,9 +6,10 @@ operator with its own backward pass: autograd saves only q, k, v, out and lse, t
 opaque call, and selective activation checkpointing can save it by name:
 `torch.ops.titanlite.ring_attention.default`.
 
-With several documents in a sequence, a query attends only to its own document. The ranks
-all-gather the documents' numbers once per call. Each rank then skips the parts of a block without a
-visible pair and calls the faster kernel without a mask for parts in which all pairs are visible.
+With several documents in a sequence, a query attends only to its own document. The numbers of all
+ranks' documents are noted on a batch (modules/attention/documents.py), or all-gathered and read
+once. By their ranges a rank skips the parts of a block without a visible pair, and calls the faster
+kernel without a mask for parts in which all pairs are visible.
 
 Sources: Ring Attention (arXiv 2310.01889), pass-KV (arXiv 2411.01783).
 Shapes: B batch, H query heads, K key/value heads, T local tokens, E head size; kv [2, B, S, K, E].
@@ -28,7 +29,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.errors import ConfigError
-from titanlite.modules.attention.dense import attend, same_document
+from titanlite.modules.attention.dense import attend
+from titanlite.modules.attention.documents import Documents, note, noted, on_host, same_document
 from titanlite.modules.attention.kernels import Kernel, Scoring, accumulator_dtype, choose_kernel
 from titanlite.modules.attention.layout import Layout, Tile, make_layout
 from titanlite.parallelize.context_parallel.rotation import Rotation, find_rotation, gather_whole
@@ -168,10 +170,10 @@ def _ring_attention(
     causal: bool,
     scale: float,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [B, H, T, E], lse [B, H, T] in the accumulator's dtype, documents of all [c, B, T])."""
+) -> tuple[Tensor, Tensor]:
+    """(out [B, H, T, E], lse [B, H, T] in the accumulator's dtype)."""
     rotation = _make_rotation(group_name, layout, rotate_method, causal)
-    whole = None if documents is None else gather_whole(documents, rotation.group)
+    whole = _documents_of_all(documents, rotation)
     q = _with_unit_stride(q)
     dtype = accumulator_dtype(q.dtype)
     out = _empty_heads_inside(q, dtype).zero_()
@@ -186,7 +188,7 @@ def _ring_attention(
             merge(out[:, :, rows], lse[:, :, rows], *found)
 
     rotation.forward(_pack(k, v), visit)
-    return out.to(q.dtype), lse, _empty_documents(q) if whole is None else whole
+    return out.to(q.dtype), lse
 
 
 @torch.library.custom_op("titanlite::ring_attention_backward", mutates_args=())
@@ -204,8 +206,9 @@ def _ring_attention_backward(
     scale: float,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; `documents` are those of all ranks, [c, B, T]."""
+    """The gradients of q, k and v."""
     rotation = _make_rotation(group_name, layout, rotate_method, causal)
+    whole = _documents_of_all(documents, rotation)
     q, grad_out = _with_unit_stride(q), _with_unit_stride(grad_out)
     dtype = accumulator_dtype(q.dtype)
     dq = _empty_heads_inside(q, dtype).zero_()
@@ -214,7 +217,7 @@ def _ring_attention_backward(
         k, v = kv.transpose(2, 3)
         dkv = torch.zeros_like(kv, dtype=dtype)
         dk, dv = dkv.transpose(2, 3)
-        for tile, kernel, mask in _parts(rotation, key_rank, q, documents):
+        for tile, kernel, mask in _parts(rotation, key_rank, q, whole):
             rows, keys = tile.queries, tile.keys
             tile_dq, tile_dk, tile_dv = kernel.backward(
                 grad_out[:, :, rows],
@@ -257,14 +260,21 @@ def _find_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def _documents_of_all(documents: Tensor | None, rotation: Rotation) -> Documents | None:
+    """What is known of all ranks' documents; gathered and read if it is not noted."""
+    if documents is None:
+        return None
+    return noted(documents) or note(documents, on_host(gather_whole(documents, rotation.group)))
+
+
 def _parts(
-    rotation: Rotation, key_rank: int, q: Tensor, documents: Tensor | None
+    rotation: Rotation, key_rank: int, q: Tensor, documents: Documents | None
 ) -> Iterator[tuple[Tile, Kernel, Tensor | None]]:
     """The tiles of this rank's queries and `key_rank`'s keys, each with its kernel and its mask.
 
-    `documents` [c, B, T] are those of all ranks. A tile without a pair of one document is left out.
-    The mask is None if all pairs of the tile have one document; it contains a causal tile's
-    triangle. Nothing that is sent depends on this, so ranks may decide differently.
+    A tile that surely has no pair of one document is left out. The mask is None if all pairs of the
+    tile have one document; it contains a causal tile's triangle. Nothing that is sent depends on
+    this, so ranks may decide differently.
     """
     inputs = q.device, q.dtype, q.size(3)
     kernel = choose_kernel(*inputs)
@@ -272,13 +282,14 @@ def _parts(
         yield from ((tile, kernel, None) for tile in _tiles(rotation, key_rank, q, kernel))
         return
     masked = choose_kernel(*inputs, masked=True)
-    own, theirs = documents[rotation.group.rank()], documents[key_rank]
+    rank = rotation.group.rank()
     for tile in _tiles(rotation, key_rank, q, kernel):
-        mask = same_document(own[:, tile.queries], theirs[:, tile.keys])
-        has_any, has_all = torch.stack([mask.any(), mask.all()]).tolist()
-        if has_all:
+        may_meet, is_one = documents.compare(rank, tile.queries, key_rank, tile.keys)
+        if is_one:
             yield tile, kernel, None
-        elif has_any:
+        elif may_meet:
+            own, theirs = documents.whole[rank], documents.whole[key_rank]
+            mask = same_document(own[:, tile.queries], theirs[:, tile.keys])
             mask = mask.tril() if tile.causal else mask
             yield replace(tile, causal=False), masked, mask
 
@@ -307,10 +318,6 @@ def _empty_heads_inside(like: Tensor, dtype: torch.dtype | None = None) -> Tenso
     return like.new_empty((b, t, h, e), dtype=dtype).transpose(1, 2)
 
 
-def _empty_documents(q: Tensor) -> Tensor:
-    return q.new_empty(0, dtype=torch.int64)
-
-
 @_ring_attention.register_fake
 def _(
     q: Tensor,
@@ -322,12 +329,8 @@ def _(
     causal: bool,
     scale: float,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
-    if documents is None:
-        return _empty_heads_inside(q), lse, _empty_documents(q)
-    num_ranks = _find_group(group_name).size()
-    return _empty_heads_inside(q), lse, documents.new_empty((num_ranks, *documents.shape))
+) -> tuple[Tensor, Tensor]:
+    return _empty_heads_inside(q), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
 
 
 @_ring_attention_backward.register_fake
@@ -339,16 +342,13 @@ def _(
 
 def _save(ctx, inputs, output) -> None:
     q, k, v, *ctx.settings, documents = inputs
-    ctx.has_documents = documents is not None
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(q, k, v, *output, documents)
+    ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx, grad_out: Tensor, *_) -> tuple[Tensor | None, ...]:
     *saved, documents = ctx.saved_tensors
-    grads = torch.ops.titanlite.ring_attention_backward(
-        grad_out, *saved, *ctx.settings, documents if ctx.has_documents else None
-    )
+    grads = torch.ops.titanlite.ring_attention_backward(grad_out, *saved, *ctx.settings, documents)
     return *grads, *(None for _ in ctx.settings), None
 
 

@@ -32,6 +32,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from titanlite.errors import TitanliteError, user_line
+from titanlite.modules.attention.documents import noted
 from titanlite.modules.batch import PASSES_ON, Batch, asked_for, call_model, join
 from titanlite.parallelize.pipeline_parallel.stage_copies import StageCopies
 from titanlite.schedule import Schedule
@@ -169,6 +170,12 @@ def _send_contiguous(part: nn.Module, *, is_first: bool, is_last: bool) -> None:
         part.register_forward_pre_hook(of_input)
     if not is_last:
         part.register_forward_hook(of_output)
+
+
+def _note_microbatch(_: nn.Module, __: Any, fields: dict[str, Any]) -> None:
+    for value in fields.values():
+        if isinstance(value, Tensor):
+            noted(value)  # compiled code does not find out of what batch it is a part
 
 
 def _batch_dim(batch: Batch, name: str, value: Any) -> int | None:
@@ -335,6 +342,7 @@ class PipelineRunner:
         """Called after the loss of each microbatch, within the last stage's forward pass."""
         for stage, part in self._parts.items():
             _send_contiguous(part, is_first=stage == 0, is_last=stage == self.table.num_stages - 1)
+            part.register_forward_pre_hook(_note_microbatch, with_kwargs=True)
         self.stages = [self._make_stage(stage) for stage in self._parts]
         self._schedule = self._make_schedule(from_table)
 

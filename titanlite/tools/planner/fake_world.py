@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titanlite.config import ResolvedJob
 from titanlite.config.data import spec_for
 from titanlite.data.spec import Dataset
+from titanlite.modules.attention.documents import note, noted
 from titanlite.modules.attention.kernels import CpuFlash
 from titanlite.modules.batch import Batch
 from titanlite.modules.tied import find_tied, tie
@@ -88,6 +90,9 @@ def fake_builders(mode: FakeTensorMode, device: torch.device, planned: str = "cp
 def faked(batch: Batch, mode: FakeTensorMode) -> Batch:
     """The batch without values."""
     fields = {name: mode.from_tensor(field) for name, field in batch.fields.items()}
+    for name, field in batch.fields.items():
+        if (known := noted(field)) is not None:
+            note(fields[name], np.zeros_like(known.numbers))
     return Batch(fields, batch.dims)
 
 

@@ -353,17 +353,18 @@ def test_an_economical_step_is_told_nothing(name: str) -> None:
 
 def reads_of_a_step(place: Place, degrees: dict[str, int]) -> tuple[list[str], list[str]]:
     """What a step of a job reads of the device until its backward pass ends, and altogether."""
-    sections = {
-        "model": {"flavor": "debug"},
-        "training": {"dataset": "synthetic", "local_batch_size": 4, "global_batch_size": 8},
-        "parallelism": degrees,
-    }
+    dataset = {"dataset": "synthetic", "local_batch_size": 4, "global_batch_size": 8}
+    sections = {"model": {"flavor": "debug"}, "training": dataset, "parallelism": degrees}
+    if "context_parallel_degree" in degrees:
+        sections["model"] = {"name": "llama3", "flavor": "tiny", "n_layers": 2}
+        dataset |= {"dataset": "pydoc", "seq_len": 64, "attend_across_documents": False}
     with open_world(place) as world:
         job = build_job(resolve_job(JobConfig.from_dict(sections), world.size), world)
         job.step(1)
         watch = StepWatch({}, job.parameters)
+        batches = job.draw()
         with watch.seeing():
-            job.step(2)
+            job.trainer.step(batches, 2)
         named, early = (
             sorted(f"{read.operation} in {read.site.split()[-1]}" for read in reads)
             for reads in (watch.reads, watch.traffic().reads)
@@ -376,8 +377,11 @@ def reads_of_a_step(place: Place, degrees: dict[str, int]) -> tuple[list[str], l
     [
         {"data_parallel_shard_degree": 2},
         {"data_parallel_shard_degree": 1, "tensor_parallel_degree": 2},
+        {"context_parallel_degree": 1, "data_parallel_shard_degree": 2},
+        {"context_parallel_degree": 2, "data_parallel_shard_degree": 1},
+        {"context_parallel_degree": 1, "pipeline_parallel_degree": 2},
     ],
-    ids=["fsdp", "tp"],
+    ids=["fsdp", "tp", "documents", "documents, cp", "documents, pp"],
 )
 def test_a_step_of_a_job_reads_the_device_once_before_its_backward_pass_ends(
     degrees: dict[str, int],
