@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from titanlite.config.data import source_arguments, spec_for
 from titanlite.config.degrees import DEGREES
 from titanlite.config.schema import JobConfig
 from titanlite.data.sampler import read_batch
-from titanlite.data.spec import Dataset, DatasetSpec
+from titanlite.data.spec import NEXT_TOKEN_KEYS, Dataset, DatasetSpec
 from titanlite.errors import ConfigError, TitanliteError, user_line
 from titanlite.models.build import build_model, count_flops, plan_of
 from titanlite.modules.attention import Layout, make_layout
@@ -167,6 +168,7 @@ def build_plain_job(resolved: ResolvedJob, builders: Builders) -> PlainJob:
         )
         rows = [*_describe_groups(config, rules), *_describe_frozen(model)]
         example, loss = _example(resolved, data, dataset, layout), _loss_of(config, data)
+        keys = {key: value for key in NEXT_TOKEN_KEYS if (value := getattr(config.training, key))}
         output_dims = None
         if is_over_batch(config.training.loss):
             output_dims = batch_dims(model, _on_meta(read_batch(dataset, [0], data.fields), config))
@@ -177,7 +179,7 @@ def build_plain_job(resolved: ResolvedJob, builders: Builders) -> PlainJob:
             dataset,
             layout,
             example,
-            loss,
+            replace(loss, total=partial(loss.total, **keys)) if keys else loss,
             output_dims,
             draws=_find_draws(resolved, model, example, loss),
             experts=expert_layers([model]),

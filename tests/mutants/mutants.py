@@ -841,6 +841,22 @@ MUTANTS = [
         ("        return (step + 1) / warmup_steps", "        return step / warmup_steps"),
     ),
     mutant(
+        "label smoothing is over a rank's part of the vocabulary",
+        "TP",
+        also(TP, training={"label_smoothing": 0.1}),
+        r"the backward pass of the loss itself is wrong",
+        LOSS,
+        ("label_smoothing / ctx.vocab_size", "label_smoothing / logits.size(-1)"),
+    ),
+    mutant(
+        "each rank of tp counts the z-loss",
+        "TP",
+        also(TP, training={"z_loss": 0.01}),
+        r"the loss is .* only the reported loss is wrong",
+        LOSS,
+        ("z_loss * logs.square()", "z_loss * _reduced(logs.square(), 'sum', group)"),
+    ),
+    mutant(
         "the decay begins a step early",
         "schedule",
         also(DDP, training={"steps": 6}, lr_scheduler={"warmup_steps": 1, "decay_ratio": 0.5}),

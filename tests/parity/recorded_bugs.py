@@ -252,11 +252,11 @@ def padding_counts_as_classes() -> AbstractContextManager[Any]:
 
     unpadded = loss.token_loss_sum
 
-    def padded(logits, targets):
+    def padded(logits, targets, **keys):
         if isinstance(logits, DTensor):
             missing = -logits.size(-1) % logits.device_mesh.size()
             logits = F.pad(logits.full_tensor(), (0, missing))
-        return unpadded(logits, targets)
+        return unpadded(logits, targets, **keys)
 
     return patch.object(loss, "token_loss_sum", padded)
 

@@ -140,7 +140,7 @@ def tensor_parallel(plan: str, checkpointing: str, m: int) -> Expected:
         num_gathers += m
         gathered += WORD * N * math.ceil(V / n) * n
     else:
-        num_reductions += 3 * m
+        num_reductions += 2 * m
         reduced += 3 * WORD * N
     return {
         ("all_gather", "tp"): (num_gathers, gathered),

@@ -698,7 +698,7 @@ PROMISES = [
     Promise(
         "the whole batch of a loss that compares samples",
         "docs/losses.md",
-        "Then `total` gets the outputs and the fields of the whole global batch, gathered over the",
+        "Then `total` gets the outputs and fields of the global batch, in its order, gathered",
         Break(
             "_GatherSamples.forward",
             "dist.all_gather(parts, tensor.contiguous(), group=group)",

@@ -19,6 +19,7 @@ from titanlite.config.degrees import DEGREES
 from titanlite.config.draft import Draft
 from titanlite.config.model import size_problems
 from titanlite.config.schema import JobConfig
+from titanlite.data.spec import NEXT_TOKEN, NEXT_TOKEN_KEYS
 from titanlite.errors import ConfigError, nearest, one_of, quote
 from titanlite.fields import MODEL, Check, reads
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where
@@ -102,6 +103,16 @@ def _loss(job: Draft) -> Iterator[str]:
             f"training.loss: no loss {quote(name)} is registered; {advice} set "
             "experimental.custom_import to a module that calls titanlite.register_loss"
         )
+
+
+@reads("training")
+def _cross_entropy(job: Draft) -> Iterator[str]:
+    """Only the cross-entropy of titanlite has training.label_smoothing and training.z_loss."""
+    training, data = job.config.training, DATASETS.get(job.config.training.dataset)
+    own = training.loss or (data and data.loss != NEXT_TOKEN and data.name)
+    for key in NEXT_TOKEN_KEYS:
+        if own and getattr(training, key):
+            yield f"training.{key}: {quote(own)} has a loss of its own; remove this key"
 
 
 @reads("validation.metrics", "experimental.custom_import")

@@ -239,6 +239,8 @@ class Training(Section):
     """Data set, batch, sequence length, steps and dtypes"""
 
     loss: str | None = key(None, "registered loss; default: that of the data set", torchtitan=OWN)
+    label_smoothing: float = key(0.0, "share of targets spread evenly", torchtitan=OWN, ge=0, lt=1)
+    z_loss: float = key(0.0, "adds this x log(sum(exp(logits)))^2", torchtitan=OWN, ge=0)
     dataset: str = key("digits", f"one of {', '.join(NAMES)}", torchtitan="c4_test")
     dataset_path: str | None = key(
         None, "its file, folder, or name on the Hub (text, tokens, hf, c4, c4_test, cifar10)"

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # The loss of data sets that name no other.
 NEXT_TOKEN = "titanlite.training.loss:NEXT_TOKEN"
+# The keys of [training] that it takes.
+NEXT_TOKEN_KEYS = ("label_smoothing", "z_loss")
 
 
 class Dataset(Protocol):

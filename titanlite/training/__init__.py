@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from titanlite.training.initial_weights import initialize as initialize
     from titanlite.training.loss import NEXT_TOKEN as NEXT_TOKEN
     from titanlite.training.loss import Loss as Loss
-    from titanlite.training.loss import loss_context as loss_context
     from titanlite.training.loss import token_loss_sum as token_loss_sum
     from titanlite.training.norm import clip_gradients as clip_gradients
     from titanlite.training.norm import gradient_norm as gradient_norm
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 PUBLIC = {
     "initial_weights": ("initialize",),
     "step": ("Trainer", "StepResult"),
-    "loss": ("Loss", "NEXT_TOKEN", "token_loss_sum", "loss_context"),
+    "loss": ("Loss", "NEXT_TOKEN", "token_loss_sum"),
     "norm": ("gradient_norm", "clip_gradients", "reduce_partial_gradients"),
     "optimizer": ("build_optimizer", "build_scheduler"),
 }

@@ -6,9 +6,8 @@ pass. The spec of a data set names its loss.
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from titanlite.modules.batch import IGNORE_INDEX, Batch, call_model, join
@@ -45,66 +43,107 @@ class Loss:
         return replace(self, total=torch.compile(self.total, backend=backend))
 
 
-def next_token_loss(logits_BTV: Tensor, batch: Batch) -> Tensor:
-    """The sum of the cross-entropies (nats) of the batch's targets."""
-    return token_loss_sum(logits_BTV, batch.targets)
+def next_token_loss(logits_BTV: Tensor, batch: Batch, **keys: float) -> Tensor:
+    """The token_loss_sum of the batch's targets; without gradients, as in a validation, no keys."""
+    return token_loss_sum(logits_BTV, batch.targets, **(keys if torch.is_grad_enabled() else {}))
 
 
-def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+def token_loss_sum(
+    logits_BTV: Tensor, targets_BT: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
     """The sum of the cross-entropies (nats) at the positions whose target is not IGNORE_INDEX.
 
-    A classifier has logits [B, V] and targets [B]. Computed in at least float32. With logits that
-    are sharded over the vocabulary, the call and its backward pass must be inside
-    `loss_context(True)`.
+    A classifier has logits [B, V] and targets [B]. Computed in at least float32, some rows of large
+    logits at a time. A DTensor stays sharded over V. `label_smoothing` is that of
+    torch.nn.functional.cross_entropy. `z_loss` times log(sum(exp(logits)))^2 is added at each
+    position (PaLM, arXiv 2204.02311, section 5).
     """
     dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
+    shards = ("", 0, 1, logits_BTV.size(-1))
+    if isinstance(logits_BTV, DTensor):
+        group = logits_BTV.device_mesh.get_group()
+        shards = (group.group_name, group.rank(), group.size(), logits_BTV.size(-1))
+        by_vocab = logits_BTV.redistribute(placements=[Shard(logits_BTV.ndim - 1)])
+        logits_BTV = by_vocab.to_local()
     logits, targets = logits_BTV.flatten(0, -2), targets_BT.flatten()
-    is_large = logits.numel() * dtype.itemsize > LARGEST_CHUNK
-    # The compiler fuses the casts, and torch has the loss of sharded logits.
-    if is_large and not isinstance(logits, DTensor) and not torch.compiler.is_compiling():
-        return whole_loss(_CrossEntropyByRows.apply(logits, targets, dtype))
-    loss = F.cross_entropy(logits.to(dtype), targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    return whole_loss(loss)
+    is_large = logits.numel() * dtype.itemsize > LARGEST_CHUNK // 4
+    # torch's own is faster for small logits, and where the compiler fuses the casts.
+    if not (shards[0] or z_loss or (is_large and not torch.compiler.is_compiling())):
+        wide = logits.to(dtype)
+        return F.cross_entropy(wide, targets, reduction="sum", label_smoothing=label_smoothing)
+    keys = (label_smoothing, z_loss)
+    return whole_loss(_CrossEntropyByRows.apply(logits, targets, dtype, shards, keys))
 
 
 class _CrossEntropyByRows(torch.autograd.Function):
-    """The sum of the cross-entropies of logits [N, V] in `dtype`, of some rows at a time.
+    """The sum of the losses of logits [N, V'] in `dtype`, of some rows at a time.
 
+    `shards` is the group that shares the vocabulary ("": none), this rank in it, its size, and V.
     The backward pass computes the probabilities from the logits again.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(logits, targets)
-        ctx.dtype, total = dtype, logits.new_zeros((), dtype=dtype)
-        for rows, at in _chunks(dtype, logits, targets):
-            logs, is_target = rows.to(dtype).log_softmax(-1), at != IGNORE_INDEX
-            chosen = logs.gather(-1, at.where(is_target, 0).unsqueeze(-1)).squeeze(-1)
-            total -= chosen.where(is_target, 0.0).sum()
-        return total
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, dtype: torch.dtype, shards: Any, keys: Any
+    ) -> Tensor:
+        (group, rank, number, vocab_size), (label_smoothing, z_loss) = shards, keys
+        is_target, size = targets != IGNORE_INDEX, -(-vocab_size // number)
+        # A target that is no value belongs to the first or last rank, whose gather raises.
+        is_own = is_target & ((targets // size).clamp(0, number - 1) == rank)
+        index = (targets - rank * size).where(is_own, 0).unsqueeze(-1)
+        found = []
+        for (rows,) in _chunks(dtype, logits):
+            # Of masked logits, all are -inf.
+            most = rows.amax(-1, keepdim=True).to(dtype).clamp_min(torch.finfo(dtype).min)
+            sums = torch.sub(rows, most).exp_().sum(-1)
+            means = rows.sum(-1, dtype=dtype) / vocab_size if label_smoothing else sums
+            found.append(torch.stack([most.squeeze(-1), sums, means]))
+        own, sums, means = torch.cat(found, 1)
+        most = _reduced(own, "max", group)
+        chosen = (logits.gather(-1, index).squeeze(-1).to(dtype) - most).where(is_own, 0.0)
+        if label_smoothing:
+            chosen = chosen.lerp(means - most * (logits.size(1) / vocab_size), label_smoothing)
+        sums = sums * (own - most).exp()
+        sums, chosen = _reduced(torch.stack([sums, chosen]), "sum", group)
+        logs = sums.log() + most
+        losses = sums.log() - chosen + z_loss * logs.square()
+        ctx.save_for_backward(logits, index, is_own * (1 - label_smoothing), is_target, logs)
+        ctx.keys, ctx.vocab_size = keys, vocab_size
+        return losses.where(is_target, 0.0).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets = ctx.saved_tensors
-        found = torch.empty_like(logits)
-        for rows, at, out in _chunks(ctx.dtype, logits, targets, found):
-            is_target = at != IGNORE_INDEX
-            index = at.where(is_target, 0).unsqueeze(-1)
-            parts = rows.to(ctx.dtype).softmax(-1)
-            parts.scatter_(-1, index, parts.gather(-1, index) - 1)
-            torch.mul(parts, gradient.where(is_target, 0.0).unsqueeze(-1), out=out)
-        return found, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, index, own, is_target, logs = ctx.saved_tensors
+        (label_smoothing, z_loss), found = ctx.keys, torch.empty_like(logits)
+        columns = [one.unsqueeze(-1) for one in (own, gradient.where(is_target, 0.0), logs)]
+        for rows, out, at, one, factor, log in _chunks(logs.dtype, logits, found, index, *columns):
+            parts = torch.sub(rows, log).exp_()
+            if z_loss:
+                parts.mul_(1 + 2 * z_loss * log)
+            if label_smoothing:
+                parts.sub_(label_smoothing / ctx.vocab_size)
+            parts.scatter_(-1, at, parts.gather(-1, at) - one)
+            torch.mul(parts, factor, out=out)
+            del parts  # before there are the next ones
+        return found, None, None, None, None
+
+
+def _reduced(tensor: Any, operator: str, group: str) -> Any:
+    calls = torch.ops._c10d_functional
+    return calls.wait_tensor(calls.all_reduce(tensor, operator, group)) if group else tensor
 
 
 def _chunks(dtype: torch.dtype, logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Rows of logits [N, V] that take at most LARGEST_CHUNK bytes in `dtype`, and of others [N]."""
-    number = max(1, LARGEST_CHUNK // (logits.size(1) * dtype.itemsize))
+    number = LARGEST_CHUNK // (logits.size(1) * dtype.itemsize)
+    # The compiler fuses what is done with all rows.
+    number = max(1, logits.size(0) if torch.compiler.is_compiling() else number)
     yield from zip(*(one.split(number) for one in (logits, *others)), strict=True)
 
 
 def whole_loss(loss: Any) -> Any:
-    """A loss of logits that are sharded over the vocabulary, as a plain tensor."""
+    """A user's loss of logits that are sharded over the vocabulary, as a plain tensor."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
@@ -143,32 +182,29 @@ class BatchLoss:
         if dims is None or len(dims) != len(tensors):
             own = batch.num_sequences
             dims = [0 if tensor.ndim and tensor.size(0) == own else None for tensor in tensors]
-        gathered = iter([self._gather(*pair) for pair in zip(tensors, dims, strict=True)])
-        values = [next(gathered) if isinstance(value, Tensor) else value for value in values]
-        fields = {
-            name: self._gather(field, batch.dims[name].batch)
-            for name, field in batch.fields.items()
-        }
-        whole = Batch(fields, batch.dims)
+        kept = None
         if not torch.is_grad_enabled():
-            has_target = (whole.targets != IGNORE_INDEX).reshape(whole.targets.size(0), -1).any(1)
+            targets = self._gather(batch.targets, batch.dims["targets"].batch)
+            has_target = (targets != IGNORE_INDEX).reshape(targets.size(0), -1).any(1)
             kept = has_target.nonzero().flatten()
-            rows = iter([_rows(t, d, kept) for t, d in zip(_tensors(values), dims, strict=True)])
-            values = [next(rows) if isinstance(value, Tensor) else value for value in values]
-            fields = {n: _rows(f, batch.dims[n].batch, kept) for n, f in fields.items()}
-            whole = Batch(fields, batch.dims)
-        number = 1
-        for group in self._groups:
-            number *= group.size()
+        pairs = zip(tensors, dims, strict=True)
+        gathered = iter([self._gather(tensor, dim, kept) for tensor, dim in pairs])
+        values = [next(gathered) if isinstance(value, Tensor) else value for value in values]
+        whole = Batch(
+            {n: self._gather(f, batch.dims[n].batch, kept) for n, f in batch.fields.items()},
+            batch.dims,
+        )
+        number = math.prod(group.size() for group in self._groups)
         return self._total(tree_unflatten(values, spec), whole) / number
 
-    def _gather(self, tensor: Tensor, dim: int | None) -> Tensor:
+    def _gather(self, tensor: Tensor, dim: int | None, kept: Tensor | None = None) -> Tensor:
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
-        if dim is not None:
-            for group in reversed(self._groups):
-                tensor = _GatherSamples.apply(tensor, dim, group)
-        return tensor
+        if dim is None:
+            return tensor
+        for group in reversed(self._groups):
+            tensor = _GatherSamples.apply(tensor, dim, group)
+        return tensor if kept is None else tensor.index_select(dim, kept)
 
 
 class _GatherSamples(torch.autograd.Function):
@@ -213,12 +249,3 @@ def batch_dims(model: nn.Module, sample: Batch) -> list[int | None] | None:
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def _rows(tensor: Tensor, dim: int | None, rows: Tensor) -> Tensor:
-    return tensor if dim is None else tensor.index_select(dim, rows)
-
-
-def loss_context(logits_are_sharded: bool) -> AbstractContextManager[None]:
-    """The context that the loss and its backward pass need if the logits are sharded."""
-    return loss_parallel() if logits_are_sharded else contextlib.nullcontext()

@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
 
 from titanlite.errors import NonFiniteError, TitanliteError
 from titanlite.mesh.parallel_dims import axes_where
@@ -22,7 +24,7 @@ from titanlite.modules.experts import Balancer
 from titanlite.modules.gradient_sums import GradientSums
 from titanlite.modules.names import canonical_name
 from titanlite.training.generators import Generators
-from titanlite.training.loss import Loss, loss_context, whole_loss
+from titanlite.training.loss import Loss, whole_loss
 from titanlite.training.metrics import Metric, ValidationResult, sums_of
 from titanlite.training.non_finite import explain_non_finite
 from titanlite.training.norm import clip_gradients, gradient_norm, reduce_partial_gradients
@@ -216,7 +218,7 @@ class Trainer:
         for part in self.parts:
             part.eval()
         for batch in batches:
-            with loss_context(self.logits_are_sharded):
+            with loss_parallel() if self.logits_are_sharded else nullcontext():
                 if self.stages is None:
                     outputs = call_model(self.parts[0], batch)
                 else:
@@ -300,8 +302,8 @@ class Trainer:
             sums.append(loss.detach())
             return loss / num_targets
 
-        # Sharded logits need the context in the backward pass too.
-        with loss_context(self.logits_are_sharded):
+        # A user's loss of sharded logits needs the context in the backward pass too.
+        with loss_parallel() if self.logits_are_sharded else nullcontext():
             if self.stages is not None:
                 self.stages.step(batch, loss_function, is_last=is_last)
             else:

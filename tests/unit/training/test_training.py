@@ -70,28 +70,6 @@ def test_optimizers_do_what_pytorch_does(name, kind, implementation):
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_loss_of_some_rows_at_a_time_is_that_of_all(monkeypatch, dtype):
-    targets = torch.randint(50, (3, 40))
-    targets[0, :9] = IGNORE_INDEX
-    logits = torch.randn(3, 40, 50, dtype=dtype, requires_grad=True)
-
-    def result():
-        loss = token_loss_sum(logits, targets)
-        return loss, *torch.autograd.grad(0.3 * loss, logits)
-
-    whole = result()
-    monkeypatch.setattr("titanlite.training.loss.LARGEST_CHUNK", 7 * 50 * 8)
-    softmax, sizes = torch.Tensor.softmax, []
-    monkeypatch.setattr(
-        torch.Tensor, "softmax", lambda x, d: sizes.append(x.nbytes) or softmax(x, d)
-    )
-    torch.testing.assert_close(result(), whole)
-    assert 0 < max(sizes) <= 7 * 50 * 8
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        token_loss_sum(logits, torch.full_like(targets, -1))
-
-
 def test_the_loss_is_a_sum_over_valid_tokens_in_at_least_float32():
     logits = torch.randn(2, 5, 7, dtype=torch.bfloat16)
     targets = torch.randint(7, (2, 5))
