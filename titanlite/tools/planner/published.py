@@ -151,4 +151,4 @@ def _errors(planned: list[Planned]) -> Iterator[str]:
             mean, worst = fmean(map(abs, errors)), max(errors, key=abs)
             text = f"mean error {mean:.1%}, signed {fmean(errors):+.1%}, worst {worst:+.1%}"
             inside = sum(is_inside for _, is_inside in found)
-            yield f"  {what}, {len(found)} rows: {text}; {inside} in the range of their plans"
+            yield f"  {what}, {len(found)} rows: {text}; in range {inside}"
