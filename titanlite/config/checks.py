@@ -24,7 +24,7 @@ from titanlite.fields import MODEL, Check, reads
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where
 from titanlite.parallelize.pipeline_parallel.spec import PIPELINE_KEYS
 from titanlite.parallelize.steps import FEATURES
-from titanlite.registry import DATASETS, LOSSES, METRICS, is_over_batch
+from titanlite.registry import DATASETS, OPTIMIZERS, REGISTRIES, is_over_batch
 
 
 def check_machine(config: JobConfig, device_type: str) -> None:
@@ -95,25 +95,33 @@ def _source(job: Draft) -> Iterator[str]:
 @reads("training.loss", "experimental.custom_import")
 def _loss(job: Draft) -> Iterator[str]:
     """training.loss names a registered loss."""
-    name = job.config.training.loss
-    if name is not None and name not in LOSSES:
-        advice = f"give {one_of(map(quote, LOSSES))}, or" if LOSSES else "remove this key, or"
-        yield (
-            f"training.loss: no loss {quote(name)} is registered; {advice} set "
-            "experimental.custom_import to a module that calls titanlite.register_loss"
-        )
+    if (name := job.config.training.loss) is not None:
+        yield from _unregistered("training.loss", "loss", name)
 
 
 @reads("validation.metrics", "experimental.custom_import")
 def _metrics(job: Draft) -> Iterator[str]:
     """validation.metrics names registered metrics."""
     for name in dict.fromkeys(job.config.validation.metrics):
-        if name not in METRICS:
-            yield (
-                f"validation.metrics: no metric {quote(name)} is registered; give "
-                f"{one_of(map(quote, METRICS))}, or set experimental.custom_import to a module "
-                "that calls titanlite.register_metric"
-            )
+        yield from _unregistered("validation.metrics", "metric", name)
+
+
+@reads("optimizer.name", "lr_scheduler.decay_type", "experimental.custom_import")
+def _registered(job: Draft) -> Iterator[str]:
+    """optimizer.name and lr_scheduler.decay_type name registered ones."""
+    yield from _unregistered("optimizer.name", "optimizer", job.config.optimizer.name)
+    decay_type = job.config.lr_scheduler.decay_type
+    yield from _unregistered("lr_scheduler.decay_type", "scheduler", decay_type)
+
+
+def _unregistered(key: str, kind: str, name: str) -> Iterator[str]:
+    known = REGISTRIES[kind]
+    if name not in known:
+        advice = f"give {one_of(map(quote, known))}, or" if known else "remove this key, or"
+        yield (
+            f"{key}: no {kind} {quote(name)} is registered; {advice} set "
+            f"experimental.custom_import to a module that calls titanlite.register_{kind}"
+        )
 
 
 @reads("validation", "training.dataset", "training.dataset_path")
@@ -268,14 +276,21 @@ def _schedule(job: Draft) -> Iterator[str]:
 
 @reads("optimizer")
 def _optimizer(job: Draft) -> Iterator[str]:
-    """optimizer.momentum is only for SGD, which cannot be "fused": PyTorch's fused SGD does not
-    support sharded weights."""
+    """optimizer.momentum is only for SGD and Muon, and other keys are only for Muon. SGD cannot be
+    "fused": PyTorch's fused SGD does not support sharded weights."""
     optimizer = job.config.optimizer
-    if optimizer.momentum and optimizer.name != "SGD":
-        yield (
-            f"optimizer.momentum: {optimizer.momentum} is only for SGD, but optimizer.name is "
-            f"{quote(optimizer.name)}; remove this key"
-        )
+    if OPTIMIZERS.is_built_in(optimizer.name) and optimizer.name != "Muon":
+        for key in ("nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn", "adamw"):
+            if getattr(optimizer, key) != type(optimizer).model_fields[key].default:
+                yield (
+                    f"optimizer.{key}: it is only for Muon, but optimizer.name is "
+                    f"{quote(optimizer.name)}; remove this key"
+                )
+        if optimizer.momentum and optimizer.name != "SGD":
+            yield (
+                f"optimizer.momentum: {optimizer.momentum} is only for SGD and Muon, but "
+                f"optimizer.name is {quote(optimizer.name)}; remove this key"
+            )
     if optimizer.name == "SGD" and optimizer.implementation == "fused":
         yield (
             'optimizer.implementation: PyTorch\'s "fused" SGD does not support sharded '
