@@ -286,8 +286,12 @@ def _matrices(config: JobConfig, model: nn.Module, plan: ParallelPlan) -> dict[s
     if not found:
         raise ConfigError(
             "optimizer.adamw: no weight is left to Muon; "
-            + ("give fewer patterns" if section.adamw else "give patterns of AdamW's weights, since "
-            f"the plan of {type(model).__name__} has no blocks with matrices")
+            + (
+                "give fewer patterns"
+                if section.adamw
+                else "give patterns of AdamW's weights, since "
+                f"the plan of {type(model).__name__} has no blocks with matrices"
+            )
         )
     return found
 

@@ -165,7 +165,7 @@ def _kept(
     name = type(optimizer).__name__
     if name == "Muon" and not group.get("matrices", True):
         return _ADAM
-    saved = {key: 0 < len(shape) and shape == parameter.shape for key, (shape, _) in found.items()}
+    saved = {key: len(shape) > 0 and shape == parameter.shape for key, (shape, _) in found.items()}
     return _KEPT.get(name, saved)
 
 

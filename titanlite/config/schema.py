@@ -209,8 +209,7 @@ class Optimizer(Section):
     )
     adamw: Values[Name] = key(
         (),
-        "Muon: patterns of the weights that AdamW updates; if empty, all that are no matrices of "
-        "blocks. Biases, norms and convolutions always are AdamW's",
+        "Muon: patterns of the matrices that AdamW updates; if empty, those outside the blocks",
         torchtitan=OWN,
     )
     implementation: Literal["fused", "foreach", "for-loop"] | None = key(

@@ -95,8 +95,8 @@ def build_optimizer(
 
     There is one parameter group for each mesh and rule, since the fused and foreach implementations
     take DTensors of one mesh. A group's "lr_multiplier" is its factor on the learning rate, and
-    "matrices" its rule's. `of_muon` are Muon's own options. `build` makes another optimizer of the
-    groups.
+    "matrices" its rule's. `of_muon` are Muon's nesterov, ns_steps, ns_dtype and adjust_lr_fn.
+    `build` makes another optimizer of the groups.
     """
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -117,6 +117,7 @@ def build_optimizer(
             "weight_decay": weight_decay if rule.decays else 0.0,
             "lr_multiplier": rule.lr_multiplier,
             "matrices": rule.matrices,
+            **({"momentum": momentum, **of_muon} if rule.matrices else {}),
         }
         for (_, rule), group in (groups or {(None, Rule()): []}).items()
     ]
@@ -124,10 +125,8 @@ def build_optimizer(
         return build(param_groups)
     if name == "SGD":
         return SGD(param_groups, momentum=momentum, **options)
-    options |= {"betas": (beta1, beta2), "eps": eps}
-    if name == "Muon":
-        return Muon(param_groups, momentum=momentum, **of_muon, **options)
-    return {"AdamW": AdamW, "Adam": Adam}[name](param_groups, **options)
+    cls = {"AdamW": AdamW, "Adam": Adam, "Muon": Muon}[name]
+    return cls(param_groups, betas=(beta1, beta2), eps=eps, **options)
 
 
 class _UpdatesLocalShards:
@@ -170,23 +169,6 @@ class Muon(AdamW):
     Each matrix is orthogonalized as a whole (muon.py), on the device of its mesh, in `ns_dtype`;
     torch's is "bfloat16". Momentum, state and weights are sharded like the parameter.
     """
-
-    def __init__(
-        self,
-        params: Any,
-        *,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        adjust_lr_fn: str = "original",
-        ns_dtype: str = "bfloat16",
-        **options: Any,
-    ) -> None:
-        super().__init__(params, **options)
-        for group in self.param_groups:
-            if group["matrices"]:
-                group.update(momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
-                group.update(adjust_lr_fn=adjust_lr_fn, ns_dtype=ns_dtype)
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Update the group's matrices here, and leave none of them to AdamW's kernel."""

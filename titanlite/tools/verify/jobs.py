@@ -72,7 +72,11 @@ def plan_job(job: ResolvedJob, dtype: str) -> ResolvedJob:
             # A non-finite loss is a difference to report, not a reason to stop.
             "debug.non_finite": "ignore",
             # In bfloat16, a change of a gradient by 1e-7 changes Muon's update by 2%.
-            **({} if mixed or job.config.optimizer.name != "Muon" else {"optimizer.ns_dtype": dtype}),
+            **(
+                {}
+                if mixed or job.config.optimizer.name != "Muon"
+                else {"optimizer.ns_dtype": dtype}
+            ),
         },
     )
     return resolve_job(config, job.dims.world_size)
@@ -181,7 +185,9 @@ def scheduled_lr(config: JobConfig, step: int) -> float:
 
 def own_decay(config: JobConfig, name: str) -> float:
     """The weight decay of the parameter `name`; repeats training/optimizer.py on purpose."""
-    return 0.0 if is_named(name, config.optimizer.no_weight_decay) else config.optimizer.weight_decay
+    return (
+        0.0 if is_named(name, config.optimizer.no_weight_decay) else config.optimizer.weight_decay
+    )
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
