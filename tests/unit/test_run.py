@@ -281,4 +281,4 @@ def test_callbacks_stop_all_ranks_and_keep_state(tmp_path: Path) -> None:
     assert started == {**new, "start-2-0": "[2, 0]", "start-2-1": "[2, 0]"}
     job["job"] = {"dump_folder": str(tmp_path / "other")}
     with pytest.raises(titanlite.TitanliteError, match="cannot be saved as JSON"):
-        titanlite.train(job, threads=True, on_step=lambda e: e.state.update(x=object()))
+        titanlite.train(job, threads=True, on_step=lambda e: (e.state.update(x=e), e.stop()))
