@@ -898,7 +898,7 @@ MUTANTS = [
         "shards are orthogonalized",
         "Muon",
         also(FSDP, **MUON),
-        r"dp_shard.*weight|update.*dp_shard|whole",
+        r"whether the update needs the whole tensor, as those of Muon",
         MUON_FILE,
         ("        by_axis[largest].append(parameter)", "        by_axis[None].append(parameter)"),
     ),
@@ -906,7 +906,7 @@ MUTANTS = [
         "the shards of TP are orthogonalized",
         "Muon",
         also(TP_FSDP, **MUON),
-        r"tp",
+        r"all sharded over tp.*whether the update needs the whole tensor",
         MUON_FILE,
         ("compute(whole_tensor(rest, dims))", "compute(part)"),
         ("shard_of(compute(part), rest, dims)", "compute(part)"),
@@ -920,17 +920,12 @@ MUTANTS = [
         ("    return x.mT if is_tall else x", "    return x.reshape(x_BMN.shape)"),
     ),
     mutant(
-        "momentum is that of the rank's first shard",
+        "momentum is kept as shards",
         "Muon",
         also(FSDP, **MUON),
         r"momentum_buffer",
         OPTIMIZER,
-        (
-            "            buffer = local_part(state[\"momentum_buffer\"])\n",
-            "            self.shared = local_part(state[\"momentum_buffer\"])\n"
-            "            buffer = self.shared if not hasattr(self, 'first') else self.shared * 0\n"
-            "            self.first = True\n",
-        ),
+        ("= torch.zeros_like(parameter)", "= torch.zeros_like(local_part(parameter))"),
     ),
     mutant(
         "weight decay on what Muon does not own",
@@ -940,8 +935,8 @@ MUTANTS = [
         OPTIMIZER,
         (
             "            return super()._init_group(group, *lists)\n",
-            "            for p in group[\"params\"]:\n"
-            "                p.mul_(1 - group[\"lr\"] * group[\"weight_decay\"])\n"
+            '            for p in group["params"]:\n'
+            '                p.mul_(1 - group["lr"] * group["weight_decay"])\n'
             "            return super()._init_group(group, *lists)\n",
         ),
     ),
@@ -951,13 +946,13 @@ MUTANTS = [
         also(FSDP, **MUON),
         r"the optimizer does not match the job: output.weight is updated by Muon",
         MUON_FILE,
-        ("not is_hidden(name) or", "\"emb\" in name or"),
+        ("not is_hidden(name) or", '"emb" in name or'),
     ),
     mutant(
         "matrices are adjusted by the shapes of their shards",
         "Muon",
         also(FSDP, **MUON),
-        r"dp_shard|weight",
+        r"layers.0.feed_forward.w1.weight.*The update itself is wrong",
         OPTIMIZER,
         ("kind, parameter.shape)", "kind, local.shape)"),
     ),
