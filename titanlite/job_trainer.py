@@ -24,6 +24,9 @@ from titanlite.training.loss import BatchLoss
 from titanlite.training.optimizer import build_optimizer, build_scheduler
 from titanlite.training.step import Trainer
 
+KEYS = {"name", "lr", "beta1", "beta2", "eps", "weight_decay"}
+KEYS |= {"nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn"}
+
 
 def build_trainer(
     resolved: ResolvedJob, world: World, meshes: Meshes, made: Parallelized, plain: PlainJob
@@ -39,17 +42,8 @@ def build_trainer(
     section, decay_type = config.optimizer, config.lr_scheduler.decay_type
     optimizer = build_optimizer(
         [parameter for parameter in names if parameter not in followers],
-        name=section.name,
-        lr=section.lr,
-        beta1=section.beta1,
-        beta2=section.beta2,
-        eps=section.eps,
-        weight_decay=section.weight_decay,
+        **section.model_dump(include=KEYS),
         momentum=section.used_momentum,
-        nesterov=section.nesterov,
-        ns_steps=section.ns_steps,
-        ns_dtype=section.ns_dtype,
-        adjust_lr_fn=section.adjust_lr_fn,
         implementation=section.kernels,
         build=None
         if OPTIMIZERS.is_built_in(section.name)

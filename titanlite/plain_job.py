@@ -284,14 +284,9 @@ def _matrices(config: JobConfig, model: nn.Module, plan: ParallelPlan) -> dict[s
         return {}
     found = find_matrices(model, plan.is_in_block, section.adamw)
     if not found:
+        what = "give other" if section.adamw else "the plan names no blocks with matrices: give"
         raise ConfigError(
-            "optimizer.adamw: no weight is left to Muon; "
-            + (
-                "give fewer patterns"
-                if section.adamw
-                else "give patterns of AdamW's weights, since "
-                f"the plan of {type(model).__name__} has no blocks with matrices"
-            )
+            f"optimizer.adamw: no weight is left to Muon; {what} patterns of AdamW's weights"
         )
     return found
 

@@ -101,12 +101,10 @@ def register_metric(name: str, function: str | Callable[..., Any]) -> None:
 def register_optimizer(name: str, build: str | Callable[..., Any]) -> None:
     """Register an optimizer, for `optimizer.name = "name"`.
 
-    `build(groups, settings)` returns a torch.optim.Optimizer of `groups`, parameter groups with the
-    parameters of a rank and their "lr" and "weight_decay". `settings` has the keys of [optimizer].
-    Parameters may be DTensors. An optimizer that updates each element on its own can pass their
-    local shards to its kernels; one that needs a whole matrix must gather it. State tensors of the
-    parameter's shape must have its placements. Raises ValueError if a different optimizer has that
-    name.
+    `build(groups, settings)` returns a torch.optim.Optimizer of `groups`, parameter groups of torch
+    with "lr" and "weight_decay"; `settings` has the keys of [optimizer]. Parameters may be DTensors:
+    one that needs whole matrices must gather them. State is a scalar tensor, or has the parameter's
+    shape and placements. Raises ValueError if a different optimizer has that name.
     """
     OPTIMIZERS.add(FunctionSpec(name, build))
 
@@ -115,8 +113,8 @@ def register_scheduler(name: str, factor: str | Callable[..., float]) -> None:
     """Register a learning-rate schedule, for `lr_scheduler.decay_type = "name"`.
 
     `factor(step, warmup_steps=..., decay_steps=..., total_steps=..., min_lr_factor=...)` is the
-    factor on the learning rate at `step`, counted from 0. Raises ValueError if a different schedule
-    has that name.
+    factor on the learning rate at `step`, counted from 0. Raises ValueError if a different one has
+    that name.
     """
     SCHEDULERS.add(FunctionSpec(name, factor))
 

@@ -121,7 +121,8 @@ def make_optimizer_state(
     for name, parameter in job.parameters.items():
         found = by_parameter.get(name, {})
         group = settings.get(parameter, {})
-        kept = _kept(optimizer, group, found, parameter)
+        saved = {key: shape == parameter.shape and shape != () for key, (shape, _) in found.items()}
+        kept = _kept(optimizer, group) or saved
         shapes = {key: parameter.shape if like else torch.Size() for key, like in kept.items()}
         if found and {key: shape for key, (shape, _) in found.items()} != shapes:
             raise BrokenCheckpointError(
@@ -155,18 +156,11 @@ _MOMENTUM = {"momentum_buffer": True}
 _KEPT = {"Adam": _ADAM, "AdamW": _ADAM, "SGD": _MOMENTUM, "Muon": _MOMENTUM}
 
 
-def _kept(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    found: Mapping[str, tuple[torch.Size, torch.dtype]],
-    parameter: Tensor,
-) -> dict[str, bool]:
-    """What the optimizer keeps of a parameter; of one that is not known here, what was saved."""
+def _kept(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, bool]:
+    """What the optimizer keeps of a parameter of this group; {} if it is not known here."""
     name = type(optimizer).__name__
-    if name == "Muon" and not group.get("matrices", True):
-        return _ADAM
-    saved = {key: len(shape) > 0 and shape == parameter.shape for key, (shape, _) in found.items()}
-    return _KEPT.get(name, saved)
+    is_adamw = name == "Muon" and not group.get("matrices", True)
+    return _ADAM if is_adamw else _KEPT.get(name, {})
 
 
 def check_optimizer(job: Trained, name: str) -> None:

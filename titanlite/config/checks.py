@@ -92,36 +92,21 @@ def _source(job: Draft) -> Iterator[str]:
     yield from source_problems("training", training.dataset, training.dataset_path)
 
 
-@reads("training.loss", "experimental.custom_import")
-def _loss(job: Draft) -> Iterator[str]:
-    """training.loss names a registered loss."""
-    if (name := job.config.training.loss) is not None:
-        yield from _unregistered("training.loss", "loss", name)
+def _registered(key: str, kind: str) -> Check[Draft]:
+    @reads(key, "experimental.custom_import")
+    def check(job: Draft) -> Iterator[str]:
+        section, _, leaf = key.partition(".")
+        value, known = getattr(getattr(job.config, section), leaf), REGISTRIES[kind]
+        for name in dict.fromkeys(value if isinstance(value, tuple) else (value,)):
+            if name is not None and name not in known:
+                advice = f"give {one_of(map(quote, known))}, or" if known else "remove this key, or"
+                yield (
+                    f"{key}: no {kind} {quote(name)} is registered; {advice} set "
+                    f"experimental.custom_import to a module that calls titanlite.register_{kind}"
+                )
 
-
-@reads("validation.metrics", "experimental.custom_import")
-def _metrics(job: Draft) -> Iterator[str]:
-    """validation.metrics names registered metrics."""
-    for name in dict.fromkeys(job.config.validation.metrics):
-        yield from _unregistered("validation.metrics", "metric", name)
-
-
-@reads("optimizer.name", "lr_scheduler.decay_type", "experimental.custom_import")
-def _registered(job: Draft) -> Iterator[str]:
-    """optimizer.name and lr_scheduler.decay_type name registered ones."""
-    yield from _unregistered("optimizer.name", "optimizer", job.config.optimizer.name)
-    decay_type = job.config.lr_scheduler.decay_type
-    yield from _unregistered("lr_scheduler.decay_type", "scheduler", decay_type)
-
-
-def _unregistered(key: str, kind: str, name: str) -> Iterator[str]:
-    known = REGISTRIES[kind]
-    if name not in known:
-        advice = f"give {one_of(map(quote, known))}, or" if known else "remove this key, or"
-        yield (
-            f"{key}: no {kind} {quote(name)} is registered; {advice} set "
-            f"experimental.custom_import to a module that calls titanlite.register_{kind}"
-        )
+    check.problems.__doc__ = f"{key} names a registered {kind}."
+    return check
 
 
 @reads("validation", "training.dataset", "training.dataset_path")
@@ -280,17 +265,14 @@ def _optimizer(job: Draft) -> Iterator[str]:
     "fused": PyTorch's fused SGD does not support sharded weights."""
     optimizer = job.config.optimizer
     if OPTIMIZERS.is_built_in(optimizer.name) and optimizer.name != "Muon":
-        for key in ("nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn", "adamw"):
-            if getattr(optimizer, key) != type(optimizer).model_fields[key].default:
+        is_sgd = optimizer.name == "SGD" or not optimizer.momentum
+        for key in ("nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn", "adamw", "momentum"):
+            default = type(optimizer).model_fields[key].default
+            if getattr(optimizer, key) != default and not (key == "momentum" and is_sgd):
                 yield (
-                    f"optimizer.{key}: it is only for Muon, but optimizer.name is "
-                    f"{quote(optimizer.name)}; remove this key"
+                    f"optimizer.{key}: it is only for {'SGD and ' if key == 'momentum' else ''}"
+                    f"Muon, but optimizer.name is {quote(optimizer.name)}; remove this key"
                 )
-        if optimizer.momentum and optimizer.name != "SGD":
-            yield (
-                f"optimizer.momentum: {optimizer.momentum} is only for SGD and Muon, but "
-                f"optimizer.name is {quote(optimizer.name)}; remove this key"
-            )
     if optimizer.name == "SGD" and optimizer.implementation == "fused":
         yield (
             'optimizer.implementation: PyTorch\'s "fused" SGD does not support sharded '
@@ -359,6 +341,10 @@ def _loggers(job: Draft) -> Iterator[str]:
 
 
 CHECKS: tuple[Check[Draft], ...] = (
+    _registered("training.loss", "loss"),
+    _registered("validation.metrics", "metric"),
+    _registered("optimizer.name", "optimizer"),
+    _registered("lr_scheduler.decay_type", "scheduler"),
     *(value for value in list(globals().values()) if isinstance(value, Check)),
     *CHECKPOINT_CHECKS,
     *(check for feature in FEATURES for check in feature.checks),

@@ -109,19 +109,23 @@ def offsets_of(tensor: Tensor) -> tuple[int, ...]:
 
     DTensor's own function gives other offsets if strided shards do not divide evenly.
     """
-    offsets = [0] * tensor.ndim
+    return tuple(_place(tensor)[0])
+
+
+def _place(tensor: Tensor, without: int = -1) -> tuple[list[int], list[int]]:
+    """The offset and the shape of this rank's shard, as if the axis `without` cut nothing."""
+    offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
     if isinstance(tensor, DTensor):
         mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         assert coordinate is not None
-        sizes = list(tensor.shape)
         for axis in _cutting_order(tensor):
             placement = tensor.placements[axis]
-            if is_sharded(placement):
+            if axis != without and is_sharded(placement):
                 assert isinstance(placement, Shard | _StridedShard)
                 cut = _chunks(sizes[placement.dim], mesh.size(axis))
                 offsets[placement.dim] += sum(cut[: coordinate[axis]])
                 sizes[placement.dim] = cut[coordinate[axis]]
-    return tuple(offsets)
+    return offsets, sizes
 
 
 def is_sharded(placement: Placement) -> bool:
@@ -133,31 +137,21 @@ def is_sharded(placement: Placement) -> bool:
 
 
 def last_cuts(tensor: Tensor, dims: Container[int]) -> dict[int, int]:
-    """The mesh axes that cut one of `dims` and are the last to cut it, with their sizes."""
+    """The mesh axes that are the last to cut one of `dims`, with their sizes."""
     last = {}
     if isinstance(tensor, DTensor):
         for axis in _cutting_order(tensor):
-            placement, size = tensor.placements[axis], tensor.device_mesh.size(axis)
-            if isinstance(placement, Shard | _StridedShard) and placement.dim in dims and size > 1:
-                last[placement.dim] = axis
-    return {axis: tensor.device_mesh.size(axis) for axis in last.values()}  # type: ignore[attr-defined]
+            dim, size = getattr(tensor.placements[axis], "dim", -1), tensor.device_mesh.size(axis)
+            if dim in dims and size > 1:
+                last[dim] = axis, size
+    return dict(last.values())
 
 
-def even_cuts(tensor: DTensor, axis: int) -> tuple[int, list[list[int]]]:
-    """The dimension that `axis`, one of last_cuts, cuts, and the shape of the shard of each rank.
-
-    The ranks are those along `axis` that are at this rank's place on the other axes.
-    """
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
+def shard_shapes(tensor: DTensor, axis: int) -> tuple[int, list[list[int]]]:
+    """The dimension that `axis`, one of last_cuts, cuts, and the shape of each shard along it."""
     dim = tensor.placements[axis].dim  # type: ignore[attr-defined]
-    sizes = list(tensor.shape)
-    for other in _cutting_order(tensor):
-        placement = tensor.placements[other]
-        if other != axis and isinstance(placement, Shard | _StridedShard):
-            cut = _chunks(sizes[placement.dim], mesh.size(other))
-            sizes[placement.dim] = cut[coordinate[other]]
-    rows = _chunks(sizes[dim], mesh.size(axis))
+    _, sizes = _place(tensor, without=axis)
+    rows = _chunks(sizes[dim], tensor.device_mesh.size(axis))
     return dim, [[*sizes[:dim], size, *sizes[dim + 1 :]] for size in rows]
 
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from titanlite.modules.experts.dispatch import all_to_all
 from titanlite.modules.names import canonical_name
-from titanlite.modules.shards import even_cuts, last_cuts, shard_of, whole_tensor
+from titanlite.modules.shards import last_cuts, shard_of, shard_shapes, whole_tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
@@ -127,10 +128,10 @@ def _exchanged(
     if place < len(batch):
         own = batch[place]
         assert isinstance(own, DTensor)
-        dim, shapes = even_cuts(own, axis)
+        dim, shapes = shard_shapes(own, axis)
         received = [math.prod(shape) for shape in shapes]
     joined = torch.cat([update.flatten() for update in updates])
-    shards = _all_to_all(joined, received, sent, name)
+    shards = all_to_all(joined, received, sent, name)
     if own is not None:
         of_ranks = zip(shards.split(received), shapes, strict=True)
         part = torch.cat([shard.view(shape) for shard, shape in of_ranks], dim)
@@ -142,10 +143,5 @@ def _exchanged(
         part = shard_of(compute(whole_tensor(rest, dims)), rest, dims)
         pieces = part.split([shape[dim] for shape in shapes], dim)
         shards = torch.cat([piece.flatten() for piece in pieces])
-    back = _all_to_all(shards, sent, received, name).split(sent)
+    back = all_to_all(shards, sent, received, name).split(sent)
     return [flat.view(update.shape) for flat, update in zip(back, updates, strict=False)]
-
-
-def _all_to_all(x: Tensor, received: list[int], sent: list[int], name: str) -> Tensor:
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_to_all_single(x, received, sent, name))

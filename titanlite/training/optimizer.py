@@ -149,9 +149,11 @@ class _UpdatesLocalShards:
 
 def _local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
     """This rank's shard of a gradient, with the placements of its parameter."""
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return local_part(gradient)
+    if gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return local_part(gradient)
+    return gradient._local_tensor
 
 
 # These have PyTorch's names, since a checkpoint stores the name of its optimizer.

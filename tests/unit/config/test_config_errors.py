@@ -182,7 +182,7 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ('[activation_checkpoint]\nmode = "memory_budget"', ['activation_checkpoint.mode: "memory_budget" needs a compiled model; set compile.enable = true with "model" in compile.components, or give another mode']),
     ('[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "op"\ndebug = true', ['activation_checkpoint.debug: PyTorch cannot record with selective_ac_option "op"; set it to false, or set selective_ac_option to "1"']),
     ("[compile]\nenable = true\ncomponents = []", ['compile.components: is empty, so nothing would be compiled; add "model" or "loss", or set compile.enable = false']),
-    ("[optimizer]\nmomentum = 0.9", ['optimizer.momentum: 0.9 is only for SGD and Muon, but optimizer.name is "AdamW"; remove this key']),
+    ("[optimizer]\nmomentum = 0.9", ['optimizer.momentum: it is only for SGD and Muon, but optimizer.name is "AdamW"; remove this key']),
     ("[optimizer]\nns_steps = 4", ['optimizer.ns_steps: it is only for Muon, but optimizer.name is "AdamW"; remove this key']),
     ('[optimizer]\nname = "SGD"\nimplementation = "fused"', ['optimizer.implementation: PyTorch\'s "fused" SGD does not support sharded weights; give "foreach", or remove this key']),
     ("[profiling]\nenable_profiling = true\nprofile_freq = 3", ["profiling.profile_freq: 3 is less than profiler_warmup 3 + profiler_active 1; give at least 4"]),

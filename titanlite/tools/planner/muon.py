@@ -33,7 +33,7 @@ class MuonUpdate:
 
     def events(self, weights: Iterable[Weight]) -> Iterator[Event]:
         """The exchanges, products and other operators, in order."""
-        together: dict[tuple[object, ...], list[Weight]] = defaultdict(list)
+        together: dict[tuple[str, bool, str], list[Weight]] = defaultdict(list)
         for weight in weights:
             if weight.matrices:
                 # Of two dimensions: the axis with the most ranks. Of one: FSDP's cuts last.
@@ -44,9 +44,9 @@ class MuonUpdate:
                 together[weight.matrices, weight.is_expert, axis].append(weight)
         for (_, _, axis), some in together.items():
             some.sort(key=lambda weight: weight.numel * self._tp_cut(weight))
-            size = self._cuts(some[0])[str(axis)] if axis else 1
+            size = self._cuts(some[0]).get(axis, 1)
             for first in range(0, len(some), size):
-                yield from self._batch(some[first : first + size], str(axis), size)
+                yield from self._batch(some[first : first + size], axis, size)
 
     def _batch(self, batch: list[Weight], axis: str, size: int) -> Iterator[Event]:
         itemsize, shard = ITEMSIZE[self._section.ns_dtype], self._data.shard_numel

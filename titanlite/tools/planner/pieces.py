@@ -71,15 +71,13 @@ def trace_pieces(
     recomputed = small.config.activation_checkpoint
     is_selective = recomputed.mode == "selective"
     every = block_interval(recomputed.selective_ac_option) if is_selective else 1
-    traced = small
-    if (section := small.config.optimizer).name == "Muon":
-        traced = resolve_job(override(small.config, AS_ADAMW))
-    fewer, seen = _FewerBlocks(every, section), _Seen()
+    optimizer = small.config.optimizer
+    fewer, seen = _FewerBlocks(every, optimizer), _Seen()
     layout = small.config.parallelism.context_parallel_load_balancer
     rank = representatives(small.dims, layout)[0]
     try:
         job, trace = trace_job(
-            traced,
+            resolve_job(override(small.config, AS_ADAMW)) if optimizer.name == "Muon" else small,
             rank,
             seen.watch,
             software=software,
