@@ -102,9 +102,9 @@ def register_optimizer(name: str, build: str | Callable[..., Any]) -> None:
     """Register an optimizer, for `optimizer.name = "name"`.
 
     `build(groups, settings)` returns a torch.optim.Optimizer of `groups`, parameter groups of torch
-    with "lr" and "weight_decay"; `settings` has the keys of [optimizer]. Parameters may be DTensors:
-    one that needs whole matrices must gather them. State is a scalar tensor, or has the parameter's
-    shape and placements. Raises ValueError if a different optimizer has that name.
+    with "lr" and "weight_decay"; `settings` has the keys of [optimizer]. Parameters may be DTensors
+    (gather them for whole matrices). State is a scalar tensor, or has the parameter's shape and
+    placements. Raises ValueError if a different optimizer has that name.
     """
     OPTIMIZERS.add(FunctionSpec(name, build))
 
