@@ -49,6 +49,8 @@ GUIDES = {
     "register_dataset": "data.md",
     "register_loss": "losses.md",
     "register_metric": "own_model.md",
+    "register_optimizer": "own_model.md",
+    "register_scheduler": "own_model.md",
     "ParallelPlan": "own_model.md",
     "apply_tp": "by_hand.md",
     "apply_cp": "by_hand.md",

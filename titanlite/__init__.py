@@ -2,7 +2,7 @@
 
     train, verify, plan                 a job, from Python as by the commands (docs/own_model.md)
     compare, assert_equivalent          any parallel code with its plain model (docs/compare.md)
-    register_model, register_dataset, register_loss, register_metric    make your own known to a job
+    register_model, register_dataset, register_loss, ...    make your own known to a job
     apply_tp, apply_fsdp, ...           make a model parallel by hand (docs/by_hand.md)
     save_checkpoint, save_hf, ...       checkpoints and Hugging Face folders
     spawn, open_world                   functions on local ranks
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from titanlite.register import register_loss as register_loss
     from titanlite.register import register_metric as register_metric
     from titanlite.register import register_model as register_model
+    from titanlite.register import register_optimizer as register_optimizer
+    from titanlite.register import register_scheduler as register_scheduler
     from titanlite.tools.by_hand.checkpoints import load_checkpoint as load_checkpoint
     from titanlite.tools.by_hand.checkpoints import save_checkpoint as save_checkpoint
     from titanlite.tools.by_hand.huggingface import load_hf as load_hf
@@ -69,7 +71,10 @@ PUBLIC = {
     "tools.planner.from_python": ("plan",),
     "tools.verify.program.comparison": ("compare", "assert_equivalent"),
     "config": ("JobConfig", "load_config", "parse_args"),
-    "register": ("register_model", "register_dataset", "register_loss", "register_metric"),
+    "register": (
+        *("register_model", "register_dataset", "register_loss", "register_metric"),
+        *("register_optimizer", "register_scheduler"),
+    ),
     "parallelize": (
         *("ParallelPlan", "apply_float8", "apply_tp", "apply_ep", "apply_cp", "apply_ac"),
         *("apply_compile", "apply_fsdp", "apply_ddp"),

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import RankError
 
@@ -38,6 +38,17 @@ class Event:
     validation."""
     checkpoint: Path | None = None
     """The newest checkpoint that this run has saved; None if there is none."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """What callbacks keep from call to call, in values of JSON. Checkpoints save rank 0's, and a
+    run that resumes has it on every rank before `on_start`."""
+    _asked: list[bool] = field(default_factory=list, repr=False)
+
+    def stop(self) -> None:
+        """Make all ranks end the run after this step, with a checkpoint; any rank may call it.
+
+        After a checkpoint and before the first step, the run ends after the next step.
+        """
+        self._asked.append(True)
 
 
 Callback = Callable[[Event], object]
@@ -70,6 +81,7 @@ class Callbacks:
     on_validation: Callback | None = None
     on_checkpoint: Callback | None = None
     on_end: Callback | None = None
+    on_start: Callback | None = None
 
     def call(self, name: str, event: Event) -> None:
         """Call `name`, if it is given; raises RankError with the traceback of its error."""
@@ -89,10 +101,18 @@ class Callbacks:
 class Recording:
     """Calls the callbacks of a run, in the order of its events, and collects its result."""
 
-    def __init__(self, job: Job, callbacks: Callbacks, first_step: int) -> None:
+    def __init__(
+        self, job: Job, callbacks: Callbacks, first_step: int, state: dict[str, Any]
+    ) -> None:
         self.result = TrainResult(Path(job.config.job.dump_folder))
         self._callbacks = callbacks
-        self._event = Event(job, first_step - 1)
+        self._event = Event(job, first_step - 1, state=state)
+        self._happened("on_start")
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether a callback of this rank has asked to stop."""
+        return bool(self._event._asked)
 
     def after_step(
         self, step: int, result: StepResult, validation: ValidationResult | None

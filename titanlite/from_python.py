@@ -25,12 +25,14 @@ def train(
     on_validation: Callback | None = None,
     on_checkpoint: Callback | None = None,
     on_end: Callback | None = None,
+    on_start: Callback | None = None,
 ) -> TrainResult:
     """Train a job as `python train.py` does; returns its losses, gradient norms and metrics.
 
     `config` is a JobConfig, a dict of sections, or the path of a TOML file. The job can use
-    whatever the calling script has registered. Every rank calls the callbacks with an Event: after
-    each step, after its validation, after each complete checkpoint, and at the end. With `threads`,
+    whatever the calling script has registered. Every rank calls the callbacks with an Event: before
+    the first step, after each step, after its validation, after each complete checkpoint, and at
+    the end. With `threads`,
     the ranks are threads of this process, so a breakpoint stops all of them. Under torchrun every
     process calls this, and each gets the same result.
 
@@ -38,7 +40,7 @@ def train(
     """
     place = torchrun_place()
     world = None if place is None or place.world_size == 1 else place
-    callbacks = Callbacks(on_step, on_validation, on_checkpoint, on_end)
+    callbacks = Callbacks(on_step, on_validation, on_checkpoint, on_end, on_start)
     try:
         with prepared_environment():
             start = check_start(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,11 +18,14 @@ from titanlite.parallelize.parallelize import Parallelized, uses_loss_parallel
 from titanlite.plain_job import PlainJob
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
-from titanlite.registry import METRICS, is_over_batch
+from titanlite.registry import METRICS, OPTIMIZERS, SCHEDULERS, is_over_batch
 from titanlite.training.generators import Generators
 from titanlite.training.loss import BatchLoss
 from titanlite.training.optimizer import build_optimizer, build_scheduler
 from titanlite.training.step import Trainer
+
+KEYS = {"name", "lr", "beta1", "beta2", "eps", "weight_decay"}
+KEYS |= {"nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn"}
 
 
 def build_trainer(
@@ -35,16 +39,15 @@ def build_trainer(
         for part in made.parts
         for name, parameter in part.named_parameters()
     }
+    section, decay_type = config.optimizer, config.lr_scheduler.decay_type
     optimizer = build_optimizer(
         [parameter for parameter in names if parameter not in followers],
-        name=config.optimizer.name,
-        lr=config.optimizer.lr,
-        beta1=config.optimizer.beta1,
-        beta2=config.optimizer.beta2,
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-        momentum=config.optimizer.momentum,
-        implementation=config.optimizer.kernels,
+        **section.model_dump(include=KEYS),
+        momentum=section.used_momentum,
+        implementation=section.kernels,
+        build=None
+        if OPTIMIZERS.is_built_in(section.name)
+        else partial(OPTIMIZERS[section.name].load(), settings=section),
         rules={p: r for p, n in names.items() if (r := plain.rules.get(plain.tied.get(n, n)))},
     )
     scheduler = build_scheduler(
@@ -52,8 +55,9 @@ def build_trainer(
         warmup_steps=config.warmup_steps,
         decay_steps=config.decay_steps,
         total_steps=config.schedule_steps,
-        decay_type=config.lr_scheduler.decay_type,
+        decay_type=decay_type,
         min_lr_factor=config.lr_scheduler.min_lr_factor,
+        factor=None if SCHEDULERS.is_built_in(decay_type) else SCHEDULERS[decay_type].load(),
     )
     loss = plain.loss
     if config.compile.enable and "loss" in config.compile.components:

@@ -44,6 +44,7 @@ from titanlite.plan_row import PlanRow
 from titanlite.ranks.settings import as_one_process
 from titanlite.registry import LOSSES, is_over_batch, load
 from titanlite.training.loss import NEXT_TOKEN, Loss, batch_dims, load_loss
+from titanlite.training.muon import find_matrices
 from titanlite.training.optimizer import Rule, find_rules
 
 # How torch begins its error for a batch norm of one sample.
@@ -164,7 +165,11 @@ def build_plain_job(resolved: ResolvedJob, builders: Builders) -> PlainJob:
                 "is False for all; train at least one"
             )
         rules = find_rules(
-            trained, config.optimizer.no_weight_decay, config.optimizer.lr_multipliers
+            trained,
+            config.optimizer.no_weight_decay,
+            config.optimizer.lr_multipliers,
+            config.optimizer.adamw,
+            _matrices(config, model, plan),
         )
         rows = [*_describe_groups(config, rules), *_describe_frozen(model)]
         example, loss = _example(resolved, data, dataset, layout), _loss_of(config, data)
@@ -274,6 +279,20 @@ def _count_flops(
     return None if total is None else total / resolved.seq_len
 
 
+def _matrices(config: JobConfig, model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
+    """What Muon updates; raises ConfigError if that is nothing."""
+    section = config.optimizer
+    if section.name != "Muon":
+        return {}
+    found = find_matrices(model, plan.is_in_block, section.adamw)
+    if not found:
+        what = "give other" if section.adamw else "the plan names no blocks with matrices: give"
+        raise ConfigError(
+            f"optimizer.adamw: no weight is left to Muon; {what} patterns of AdamW's weights"
+        )
+    return found
+
+
 def _describe_groups(config: JobConfig, rules: Mapping[str, Rule]) -> list[PlanRow]:
     """A row of the effective plan for the parameters that decay or learn differently, if any."""
     of_all = f"of {len(rules)} tensors"
@@ -282,6 +301,8 @@ def _describe_groups(config: JobConfig, rules: Mapping[str, Rule]) -> list[PlanR
         parts.append(f"no weight decay: {sum(not rule.decays for rule in rules.values())} {of_all}")
     counts = Counter(rule.lr_multiplier for rule in rules.values() if rule.lr_multiplier != 1.0)
     parts += [f"learning rate x {factor:g}: {count} {of_all}" for factor, count in counts.items()]
+    if matrices := [rule.matrices for rule in rules.values() if rule.matrices]:
+        parts.append(f"Muon: {len(matrices)} {of_all}, AdamW: the others")
     number = len(set(rules.values()))
     return (
         [PlanRow("parameter groups", f"{number}", f"{number}", "; ".join(parts))] if parts else []

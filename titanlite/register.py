@@ -1,4 +1,4 @@
-"""Register a model, data set, loss or metric of your own, so that a job can name it. No torch.
+"""Register a model, data set, loss, ... of your own, so that a job can name it. No torch.
 
     titanlite.register_model("vit", "vit.model:ViT", "vit.sizes:Sizes", plan="vit.plan:PLAN")
 
@@ -16,7 +16,16 @@ import titanlite.data.catalog
 import titanlite.models  # noqa: F401 (what is built in is registered first)
 from titanlite.data.spec import Dataset, DatasetSpec
 from titanlite.models.spec import ModelSpec
-from titanlite.registry import DATASETS, LOSSES, METRICS, MODELS, LossSpec, MetricSpec
+from titanlite.registry import (
+    DATASETS,
+    LOSSES,
+    METRICS,
+    MODELS,
+    OPTIMIZERS,
+    SCHEDULERS,
+    FunctionSpec,
+    LossSpec,
+)
 
 
 def register_model(
@@ -86,8 +95,33 @@ def register_metric(name: str, function: str | Callable[..., Any]) -> None:
     """
     if name == "loss":
         raise ValueError('"loss" is the validation loss; give the metric another name')
-    METRICS.add(MetricSpec(name, function))
+    METRICS.add(FunctionSpec(name, function))
 
 
-METRICS.home = __name__
-METRICS.add(MetricSpec("accuracy", "titanlite.training.metrics:accuracy"))
+def register_optimizer(name: str, build: str | Callable[..., Any]) -> None:
+    """Register an optimizer, for `optimizer.name = "name"`.
+
+    `build(groups, settings)` returns a torch.optim.Optimizer of `groups`, parameter groups of torch
+    with "lr" and "weight_decay"; `settings` has the keys of [optimizer]. Parameters may be DTensors
+    (gather them for whole matrices). State is a scalar tensor, or has the parameter's shape and
+    placements. Raises ValueError if a different optimizer has that name.
+    """
+    OPTIMIZERS.add(FunctionSpec(name, build))
+
+
+def register_scheduler(name: str, factor: str | Callable[..., float]) -> None:
+    """Register a learning-rate schedule, for `lr_scheduler.decay_type = "name"`.
+
+    `factor(step, warmup_steps=..., decay_steps=..., total_steps=..., min_lr_factor=...)` is the
+    factor on the learning rate at `step`, counted from 0. Raises ValueError if a different one has
+    that name.
+    """
+    SCHEDULERS.add(FunctionSpec(name, factor))
+
+
+METRICS.home = OPTIMIZERS.home = SCHEDULERS.home = __name__
+METRICS.add(FunctionSpec("accuracy", "titanlite.training.metrics:accuracy"))
+for _name in ("AdamW", "Adam", "SGD", "Muon"):
+    OPTIMIZERS.add(FunctionSpec(_name, "titanlite.training.optimizer:build_optimizer"))
+for _name in ("linear", "sqrt", "cosine"):
+    SCHEDULERS.add(FunctionSpec(_name, "titanlite.training.optimizer:lr_factor"))

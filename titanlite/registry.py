@@ -1,4 +1,4 @@
-"""What a job can name: models, data sets, losses and metrics, each in a Registry. No torch.
+"""What a job can name: models, data sets, losses, metrics, ..., each in a Registry. No torch.
 
 register.py has the functions that enter what is a user's own, and imports what is built in.
 """
@@ -89,8 +89,8 @@ class LossSpec:
 
 
 @dataclass(frozen=True)
-class MetricSpec:
-    """A registered metric: a function, or its "module:attribute"."""
+class FunctionSpec:
+    """A registered metric, optimizer or scheduler: a function, or its "module:attribute"."""
 
     name: str
     function: str | Callable[..., Any]
@@ -109,11 +109,17 @@ DATASETS: Registry[Any] = Registry("data set")
 LOSSES: Registry[LossSpec] = Registry("loss")
 """The registered losses, which training.loss can name."""
 
-METRICS: Registry[MetricSpec] = Registry("metric")
+METRICS: Registry[FunctionSpec] = Registry("metric")
 """The metrics, which validation.metrics can name."""
 
+OPTIMIZERS: Registry[FunctionSpec] = Registry("optimizer")
+"""The optimizers, which optimizer.name can name."""
+
+SCHEDULERS: Registry[FunctionSpec] = Registry("scheduler")
+"""The learning-rate schedules, which lr_scheduler.decay_type can name."""
+
 REGISTRIES: dict[str, Registry[Any]] = {
-    registry.kind: registry for registry in (MODELS, DATASETS, LOSSES, METRICS)
+    one.kind: one for one in (MODELS, DATASETS, LOSSES, METRICS, OPTIMIZERS, SCHEDULERS)
 }
 
 

@@ -107,7 +107,9 @@ def train_on_rank(
             world.explaining(),
             job.reading_ahead(),
         ):
-            recording = Recording(job, callbacks or Callbacks(), checkpoints.first_step)
+            recording = Recording(
+                job, callbacks or Callbacks(), checkpoints.first_step, checkpoints.kept
+            )
             reporter.warn(check_copies(job, "before the first step"))
             if checkpoints.is_seed:
                 reporter.say(checkpoints.save(0))
@@ -122,15 +124,16 @@ def train_on_rank(
                     reporter.note_collected(gc.collect(1))
                 is_last = step == config.training.steps
                 validation = job.validate() if config.validates_after(step) else None
-                wants_stop = stop.is_asked or checkpoints.has_failed
-                stops = reporter.record(step, result, validation, stops=wants_stop)
                 recording.after_step(step, result, validation)
+                wants_stop = stop.is_asked or checkpoints.has_failed or recording.wants_stop
+                stops = reporter.record(step, result, validation, stops=wants_stop)
                 if said := checkpoints.after_step(step, is_last=is_last, stops=stops):
                     reporter.say(said)
                 for path in checkpoints.pop_saved():
                     recording.after_checkpoint(path)
                 if stops:
-                    reporter.say("stopped as requested; run the same command to resume")
+                    resumes = "; run the same command to resume" if config.checkpoint.saves else ""
+                    reporter.say(f"stopped as requested{resumes}")
                     return recording.end(is_stopped=True)
             reporter.finish(lambda: stop.is_asked)
             return recording.end()

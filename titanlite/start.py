@@ -36,7 +36,7 @@ from titanlite.registry import MODELS
 
 T = TypeVar("T")
 
-MOMENTS = {"AdamW": 2, "Adam": 2}
+MOMENTS = {"AdamW": 2, "Adam": 2, "Muon": 1}
 OWN_MODELS = "titanlite.models."
 
 LARGE_SHARE = 0.2  # of a machine's memory: from there on, a job's plan is looked up

@@ -38,8 +38,10 @@ class JoinedConv1D(Conv1D):
     """GPT-2's Conv1D that computes q, k and v, [B, T, 3 x E], with a weight [E, 3, E].
 
     The three are a dimension of their own, so sharding the last dimension gives every rank the same
-    heads of q, k and v. In memory, and in a Hugging Face folder, it is the weight [E, 3 x E].
+    heads of q, k and v. In memory, in a Hugging Face folder and for Muon, it is [E, 3 x E].
     """
+
+    is_one_matrix = True
 
     def __init__(self, joined: Conv1D) -> None:
         nn.Module.__init__(self)

@@ -103,6 +103,7 @@ EP_FILE, DISPATCH = (
     "titanlite/modules/experts/dispatch.py",
 )
 BALANCE, BALANCER = "titanlite/modules/experts/balance.py", "titanlite/modules/experts/balancer.py"
+MUON, MUON_FILE = {"optimizer": {"name": "Muon"}}, "titanlite/training/muon.py"
 CAPACITY, EXPERT_LAYER = (
     "titanlite/modules/experts/capacity.py",
     "titanlite/modules/experts/layer.py",
@@ -907,6 +908,60 @@ MUTANTS = [
         r"optimizer.*betas",
         OPTIMIZER,
         ("betas=(beta1, beta2)", "betas=(beta2, beta1)"),
+    ),
+    # Muon.
+    mutant(
+        "shards are orthogonalized",
+        "Muon",
+        also(FSDP, **MUON),
+        r"whether the update needs the whole tensor, as those of Muon",
+        MUON_FILE,
+        ("        by_axis[largest].append(parameter)", "        by_axis[None].append(parameter)"),
+    ),
+    mutant(
+        "the shards of TP are orthogonalized",
+        "Muon",
+        also(TP_FSDP, **MUON),
+        r"all sharded over tp.*whether the update needs the whole tensor",
+        MUON_FILE,
+        ("shard_of(compute(whole_tensor(rest, dims)), rest, dims)", "compute(part)"),
+    ),
+    mutant(
+        "tall matrices come back transposed",
+        "Muon",
+        also(FSDP, **MUON),
+        r"not that of Muon",
+        MUON_FILE,
+        ("    return x.mT if is_tall else x", "    return x.reshape(x_BMN.shape)"),
+    ),
+    mutant(
+        "momentum is kept as shards",
+        "Muon",
+        also(FSDP, **MUON),
+        r"momentum_buffer",
+        OPTIMIZER,
+        ("= torch.zeros_like(parameter)", "= torch.zeros_like(local_part(parameter))"),
+    ),
+    mutant(
+        "weight decay on what Muon does not own",
+        "Muon",
+        also(FSDP, **MUON),
+        r"update of step 1 is not that of AdamW",
+        OPTIMIZER,
+        (
+            "            return super()._init_group(group, *lists)\n",
+            '            for p in group["params"]:\n'
+            '                p.mul_(1 - group["lr"] * group["weight_decay"])\n'
+            "            return super()._init_group(group, *lists)\n",
+        ),
+    ),
+    mutant(
+        "Muon updates the head",
+        "Muon",
+        also(FSDP, **MUON),
+        r"the optimizer does not match the job: output.weight is updated by Muon",
+        MUON_FILE,
+        ("not is_hidden(name) or", '"emb" in name or'),
     ),
     # Recomputation and compile.
     mutant(

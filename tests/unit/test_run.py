@@ -160,7 +160,7 @@ def test_a_pipeline_of_two_ranks(tmp_path: Path) -> None:
         rank, watch = event.job.world.rank, event.job.world.watch
         assert watch is not None
         (tmp_path / f"timeout-{event.step}-{rank}").write_text(f"{watch.timeout_seconds:g}")
-        if rank == 1 and event.step == 1:
+        if rank == 1 and event.step == 2:
             torch.ones(1 << 26)  # 256 MiB
 
     train(
@@ -250,3 +250,35 @@ def test_a_checkpoint_whose_first_step_is_not_finite_is_named(
     assert str(raised.value).startswith(f"step {spoiled_at + 1}: loss nan, ")
     # A later step says nothing about the checkpoint.
     assert str(raised.value).endswith(f"; {advice}") == (spoiled_at == 2)
+
+
+def test_callbacks_stop_all_ranks_and_keep_state(tmp_path: Path) -> None:
+    job: dict[str, dict[str, Any]] = {
+        **JOB,
+        "job": {"dump_folder": str(tmp_path)},
+        "parallelism": {"data_parallel_shard_degree": 2},
+        "training": {**JOB["training"], "local_batch_size": 1},
+        "checkpoint": {"enable": True, "interval": 100},
+    }
+
+    def on_step(event: Event) -> None:
+        event.state["best"] = [event.step, event.job.world.rank]
+        if event.step == 2 and event.job.world.rank == 1:
+            event.stop()
+
+    def on_start(event: Event) -> None:
+        name = f"start-{event.step}-{event.job.world.rank}"
+        (tmp_path / name).write_text(f"{event.state.get('best')}")
+
+    first = titanlite.train(job, threads=True, on_step=on_step, on_start=on_start)
+    assert (first.steps, first.is_stopped) == ([1, 2], True)
+    assert (tmp_path / "checkpoint" / "step-2").is_dir()
+    second = titanlite.train(job, threads=True, on_start=on_start)
+    assert (second.steps, second.is_stopped) == ([3, 4, 5], False)
+    # Rank 0's state is that of the checkpoint.
+    started = {path.name: path.read_text() for path in tmp_path.glob("start-*")}
+    new = {"start-0-0": "None", "start-0-1": "None"}
+    assert started == {**new, "start-2-0": "[2, 0]", "start-2-1": "[2, 0]"}
+    job["job"] = {"dump_folder": str(tmp_path / "other")}
+    with pytest.raises(titanlite.TitanliteError, match="cannot be saved as JSON"):
+        titanlite.train(job, threads=True, on_step=lambda e: (e.state.update(x=e), e.stop()))

@@ -85,13 +85,14 @@ class OptimizerState(_Record):
 class TrainingState(_Record):
     """The training state apart from tensors: schedule steps, samples drawn, optimizer settings.
 
-    `data` identifies the training data, if the data set can tell.
+    `data` identifies the training data, if the data set can tell. `callbacks` is Event.state.
     """
 
     lr_scheduler: Count
     dataloader: Count
     optimizer: OptimizerState
     data: Text = ""
+    callbacks: dict[str, Any] = {}
 
 
 class Manifest(_Record):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -55,6 +56,8 @@ class Checkpoints:
         self.notes: list[str] = []
         self.source: Path | None = None
         """The checkpoint or weights that were loaded."""
+        self.kept: dict[str, Any] = {}
+        """What callbacks keep (Event.state), which is saved and loaded."""
         self.is_guest = False
         """Whether the run only reads the checkpoints of another run, which may still be training.
 
@@ -93,6 +96,7 @@ class Checkpoints:
                 self._exits = exits.pop_all()
             self.first_step = started.last_step + 1
             self.source = started.source
+            self.kept.update(started.kept)
             self.notes += started.notes
         return self
 
@@ -170,7 +174,10 @@ class Checkpoints:
             holds="training",
             stored_as="dcp",
             dtype=job.config.training.dtype,
-            state=state.numbers_of(job, job.sampler.state, state.data_of(job)),
+            state={
+                **state.numbers_of(job, job.sampler.state, state.data_of(job)),
+                "callbacks": self._json_kept(),
+            },
         )
         self._saving_to = self._folder.at(step)
         if in_background and self._section.async_mode != "disabled" and not is_rank():
@@ -184,6 +191,15 @@ class Checkpoints:
         with self._explaining(), self._ranks.with_long_timeout():
             save(pieces, folder, self._ranks.group, seal)
         return f"{warning}{self._said(self._saving_to, start)}"
+
+    def _json_kept(self) -> Any:
+        try:
+            return json.loads(json.dumps(self.kept))
+        except (TypeError, ValueError) as error:
+            raise TitanliteError(
+                f"callbacks: event.state cannot be saved as JSON ({error}); keep numbers, strings, "
+                "lists and dicts in it"
+            ) from error
 
     def save_weights(self, step: int) -> str:
         """Save only the weights, in checkpoint.export_dtype."""

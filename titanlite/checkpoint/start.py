@@ -6,8 +6,9 @@ start_from chooses and loads; problem_of validates a checkpoint; load_weights lo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -34,6 +35,8 @@ class Started:
     """Lines to print."""
     source: Path | None = None
     """The checkpoint or weights that were loaded."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What callbacks have kept."""
 
 
 def start_from(job: Job, folder: CheckpointFolder, ranks: CheckpointGroup) -> Started:
@@ -128,7 +131,7 @@ def _go_on(job: Job, found: Found, refused: list[str], ranks: CheckpointGroup) -
     notes.append(f"checkpoint: resuming from {path.name}{instead}, saved with {manifest.plan}")
     if changes := changed_keys(manifest.config, job.config):
         notes.append(f"checkpoint: changed since it was saved: {', '.join(changes)}")
-    return Started(step, notes, path)
+    return Started(step, notes, path, manifest.training_state.callbacks)
 
 
 def _load_initial(job: Job, path: Path, ranks: CheckpointGroup) -> Started:
@@ -154,7 +157,8 @@ def _load_initial(job: Job, path: Path, ranks: CheckpointGroup) -> Started:
             f"checkpoint.initial_load_model_only: {path} holds only weights; set it to true"
         )
     step = _load_training(job, path, manifest, ranks)
-    return Started(step, [f"checkpoint: resuming from {path}, saved with {manifest.plan}"], path)
+    notes = [f"checkpoint: resuming from {path}, saved with {manifest.plan}"]
+    return Started(step, notes, path, manifest.training_state.callbacks)
 
 
 def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGroup) -> int:

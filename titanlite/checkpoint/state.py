@@ -109,7 +109,6 @@ def make_optimizer_state(
     the stored state of a parameter is not that of this optimizer. It may be absent.
     """
     optimizer = job.trainer.optimizer
-    kept = _KEPT.get(type(optimizer).__name__, {})
     settings = {
         parameter: group for group in optimizer.param_groups for parameter in group["params"]
     }
@@ -121,6 +120,9 @@ def make_optimizer_state(
             by_parameter.setdefault(owner, {})[key] = what
     for name, parameter in job.parameters.items():
         found = by_parameter.get(name, {})
+        group = settings.get(parameter, {})
+        saved = {key: shape == parameter.shape and shape != () for key, (shape, _) in found.items()}
+        kept = _kept(optimizer, group) or saved
         shapes = {key: parameter.shape if like else torch.Size() for key, like in kept.items()}
         if found and {key: shape for key, (shape, _) in found.items()} != shapes:
             raise BrokenCheckpointError(
@@ -133,7 +135,6 @@ def make_optimizer_state(
                 # zeros_like also copies the parameter's placements, under every plan.
                 value = torch.zeros_like(parameter, dtype=dtype)
             else:
-                group = settings[parameter]
                 beside = group.get("fused") or group.get("capturable")
                 device = local_part(parameter).device if beside else torch.device("cpu")
                 value = torch.zeros(shape, dtype=dtype, device=device)
@@ -151,7 +152,15 @@ def check_counts(job: Trained) -> None:
 
 # The state of each optimizer per parameter: True if it has the parameter's shape, False if scalar.
 _ADAM = {"step": False, "exp_avg": True, "exp_avg_sq": True}
-_KEPT = {"Adam": _ADAM, "AdamW": _ADAM, "SGD": {"momentum_buffer": True}}
+_MOMENTUM = {"momentum_buffer": True}
+_KEPT = {"Adam": _ADAM, "AdamW": _ADAM, "SGD": _MOMENTUM, "Muon": _MOMENTUM}
+
+
+def _kept(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, bool]:
+    """What the optimizer keeps of a parameter of this group; {} if it is not known here."""
+    name = type(optimizer).__name__
+    is_adamw = name == "Muon" and not group.get("matrices", True)
+    return _ADAM if is_adamw else _KEPT.get(name, {})
 
 
 def check_optimizer(job: Trained, name: str) -> None:

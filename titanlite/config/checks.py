@@ -25,7 +25,7 @@ from titanlite.fields import MODEL, Check, reads
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where
 from titanlite.parallelize.pipeline_parallel.spec import PIPELINE_KEYS
 from titanlite.parallelize.steps import FEATURES
-from titanlite.registry import DATASETS, LOSSES, METRICS, is_over_batch
+from titanlite.registry import DATASETS, OPTIMIZERS, REGISTRIES, is_over_batch
 
 
 def check_machine(config: JobConfig, device_type: str) -> None:
@@ -93,16 +93,21 @@ def _source(job: Draft) -> Iterator[str]:
     yield from source_problems("training", training.dataset, training.dataset_path)
 
 
-@reads("training.loss", "experimental.custom_import")
-def _loss(job: Draft) -> Iterator[str]:
-    """training.loss names a registered loss."""
-    name = job.config.training.loss
-    if name is not None and name not in LOSSES:
-        advice = f"give {one_of(map(quote, LOSSES))}, or" if LOSSES else "remove this key, or"
-        yield (
-            f"training.loss: no loss {quote(name)} is registered; {advice} set "
-            "experimental.custom_import to a module that calls titanlite.register_loss"
-        )
+def _registered(key: str, kind: str) -> Check[Draft]:
+    @reads(key, "experimental.custom_import")
+    def check(job: Draft) -> Iterator[str]:
+        section, _, leaf = key.partition(".")
+        value, known = getattr(getattr(job.config, section), leaf), REGISTRIES[kind]
+        for name in dict.fromkeys(value if isinstance(value, tuple) else (value,)):
+            if name is not None and name not in known:
+                advice = f"give {one_of(map(quote, known))}, or" if known else "remove this key, or"
+                yield (
+                    f"{key}: no {kind} {quote(name)} is registered; {advice} set "
+                    f"experimental.custom_import to a module that calls titanlite.register_{kind}"
+                )
+
+    check.problems.__doc__ = f"{key} names a registered {kind}."
+    return check
 
 
 @reads("training")
@@ -113,18 +118,6 @@ def _cross_entropy(job: Draft) -> Iterator[str]:
     for key in NEXT_TOKEN_KEYS:
         if own and getattr(training, key):
             yield f"training.{key}: {quote(own)} has a loss of its own; remove this key"
-
-
-@reads("validation.metrics", "experimental.custom_import")
-def _metrics(job: Draft) -> Iterator[str]:
-    """validation.metrics names registered metrics."""
-    for name in dict.fromkeys(job.config.validation.metrics):
-        if name not in METRICS:
-            yield (
-                f"validation.metrics: no metric {quote(name)} is registered; give "
-                f"{one_of(map(quote, METRICS))}, or set experimental.custom_import to a module "
-                "that calls titanlite.register_metric"
-            )
 
 
 @reads("validation", "training.dataset", "training.dataset_path")
@@ -279,14 +272,18 @@ def _schedule(job: Draft) -> Iterator[str]:
 
 @reads("optimizer")
 def _optimizer(job: Draft) -> Iterator[str]:
-    """optimizer.momentum is only for SGD, which cannot be "fused": PyTorch's fused SGD does not
-    support sharded weights."""
+    """optimizer.momentum is only for SGD and Muon, and other keys are only for Muon. SGD cannot be
+    "fused": PyTorch's fused SGD does not support sharded weights."""
     optimizer = job.config.optimizer
-    if optimizer.momentum and optimizer.name != "SGD":
-        yield (
-            f"optimizer.momentum: {optimizer.momentum} is only for SGD, but optimizer.name is "
-            f"{quote(optimizer.name)}; remove this key"
-        )
+    if OPTIMIZERS.is_built_in(optimizer.name) and optimizer.name != "Muon":
+        is_sgd = optimizer.name == "SGD" or not optimizer.momentum
+        for key in ("nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn", "adamw", "momentum"):
+            default = type(optimizer).model_fields[key].default
+            if getattr(optimizer, key) != default and not (key == "momentum" and is_sgd):
+                yield (
+                    f"optimizer.{key}: it is only for {'SGD and ' if key == 'momentum' else ''}"
+                    f"Muon, but optimizer.name is {quote(optimizer.name)}; remove this key"
+                )
     if optimizer.name == "SGD" and optimizer.implementation == "fused":
         yield (
             'optimizer.implementation: PyTorch\'s "fused" SGD does not support sharded '
@@ -355,6 +352,10 @@ def _loggers(job: Draft) -> Iterator[str]:
 
 
 CHECKS: tuple[Check[Draft], ...] = (
+    _registered("training.loss", "loss"),
+    _registered("validation.metrics", "metric"),
+    _registered("optimizer.name", "optimizer"),
+    _registered("lr_scheduler.decay_type", "scheduler"),
     *(value for value in list(globals().values()) if isinstance(value, Check)),
     *CHECKPOINT_CHECKS,
     *(check for feature in FEATURES for check in feature.checks),

@@ -77,6 +77,8 @@ def _used(config: JobConfig) -> dict[str, tuple[str | None, ...]]:
         "data set": (config.training.dataset, config.validation.dataset),
         "loss": (config.training.loss,),
         "metric": config.validation.metrics,
+        "optimizer": (config.optimizer.name,),
+        "scheduler": (config.lr_scheduler.decay_type,),
     }
 
 

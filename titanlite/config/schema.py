@@ -176,7 +176,7 @@ class Model(Section):
 class Optimizer(Section):
     """The optimizer"""
 
-    name: Literal["AdamW", "Adam", "SGD"] = key("AdamW", "name of the optimizer")
+    name: str = key("AdamW", "AdamW, Adam, SGD, Muon (with AdamW), or a registered optimizer")
     lr: PositiveFloat = key(8e-4, "peak learning rate")
     beta1: float = key(0.9, "AdamW, Adam: decay rate of the gradient's moving average", ge=0, lt=1)
     beta2: float = key(
@@ -194,13 +194,36 @@ class Optimizer(Section):
         "pattern of parameter names -> factor on the learning rate; the first that matches counts",
         torchtitan=OWN,
     )
-    momentum: float = key(0.0, "SGD: momentum", torchtitan=OWN, ge=0, lt=1)
+    momentum: float | None = key(
+        None, "SGD, Muon: momentum; default: 0, Muon: 0.95", torchtitan=OWN, ge=0, lt=1
+    )
+    nesterov: bool = key(True, "Muon: Nesterov's momentum", torchtitan=OWN)
+    ns_steps: int = key(5, "Muon: steps of Newton-Schulz", torchtitan=OWN, ge=1, lt=100)
+    ns_dtype: Dtype = key(
+        "bfloat16", "Muon: dtype of Newton-Schulz; titanlite verify uses its own", torchtitan=OWN
+    )
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = key(
+        "match_rms_adamw",
+        "Muon: updates as large as AdamW's, for one lr; or original, torch's default",
+        torchtitan=OWN,
+    )
+    adamw: Values[Name] = key(
+        (),
+        "Muon: patterns of the matrices that AdamW updates; if empty, those outside the blocks",
+        torchtitan=OWN,
+    )
     implementation: Literal["fused", "foreach", "for-loop"] | None = key(
         None,
         "one kernel, kernels over lists, or one tensor at a time; default: fused, SGD: foreach",
         torchtitan="fused",
     )
     early_step_in_backward: NotYet[bool] = key(False, "update each weight during the backward pass")
+
+    @property
+    def used_momentum(self) -> float:
+        """The momentum, with its default resolved."""
+        default = 0.95 if self.name == "Muon" else 0.0
+        return default if self.momentum is None else self.momentum
 
     @property
     def kernels(self) -> Literal["fused", "foreach", "for-loop"]:
@@ -219,7 +242,7 @@ class LRScheduler(Section):
         None,
         "fraction of the run that decays, cut to the steps after warm-up; if not set, all these",
     )
-    decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", "shape of the decay")
+    decay_type: str = key("linear", "linear, sqrt, cosine, or a registered schedule")
     min_lr_factor: Fraction = key(0.0, "the decay ends at this fraction of the peak learning rate")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -76,12 +76,12 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def shard_of(full: Tensor, like: Tensor) -> Tensor:
+def shard_of(full: Tensor, like: Tensor, dims: Container[int] | None = None) -> Tensor:
     """This rank's shard of `full`, sharded like `like`, a DTensor or plain tensor of its shape.
 
     Without communication, and copied if the shard is not one piece. If FSDP2 shards a dimension
     that TP has already sharded, the outer mesh axis cuts last (its placement is strided), so
-    strided axes are applied after the others.
+    strided axes are applied after the others. With `dims`, only these dimensions are cut.
     """
     if not isinstance(like, DTensor):
         return full
@@ -92,6 +92,8 @@ def shard_of(full: Tensor, like: Tensor) -> Tensor:
         placement = like.placements[axis]
         if is_sharded(placement):
             assert isinstance(placement, Shard | _StridedShard)
+            if dims is not None and placement.dim not in dims:
+                continue
             index, size = coordinate[axis], mesh.size(axis)
             groups = _num_groups(like, axis)
             chunks = part.chunk(size * groups, dim=placement.dim)
@@ -107,21 +109,23 @@ def offsets_of(tensor: Tensor) -> tuple[int, ...]:
 
     DTensor's own function gives other offsets if strided shards do not divide evenly.
     """
-    offsets = [0] * tensor.ndim
+    return tuple(_place(tensor)[0])
+
+
+def _place(tensor: Tensor, without: int = -1) -> tuple[list[int], list[int]]:
+    """The offset and the shape of this rank's shard, as if the axis `without` cut nothing."""
+    offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
     if isinstance(tensor, DTensor):
         mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         assert coordinate is not None
-        sizes = list(tensor.shape)
         for axis in _cutting_order(tensor):
             placement = tensor.placements[axis]
-            if is_sharded(placement):
+            if axis != without and is_sharded(placement):
                 assert isinstance(placement, Shard | _StridedShard)
-                size, dim = sizes[placement.dim], placement.dim
-                most = -(-size // mesh.size(axis))
-                start = min(size, coordinate[axis] * most)
-                offsets[dim] += start
-                sizes[dim] = min(most, size - start)
-    return tuple(offsets)
+                cut = _chunks(sizes[placement.dim], mesh.size(axis))
+                offsets[placement.dim] += sum(cut[: coordinate[axis]])
+                sizes[placement.dim] = cut[coordinate[axis]]
+    return offsets, sizes
 
 
 def is_sharded(placement: Placement) -> bool:
@@ -132,14 +136,43 @@ def is_sharded(placement: Placement) -> bool:
     return isinstance(placement, Shard | _StridedShard)
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """Gather a DTensor, or return a plain tensor itself; every rank of its mesh must call this."""
+def last_cuts(tensor: Tensor, dims: Container[int]) -> dict[int, int]:
+    """The mesh axes that are the last to cut one of `dims`, with their sizes."""
+    last = {}
+    if isinstance(tensor, DTensor):
+        for axis in _cutting_order(tensor):
+            dim, size = getattr(tensor.placements[axis], "dim", -1), tensor.device_mesh.size(axis)
+            if dim in dims and size > 1:
+                last[dim] = axis, size
+    return dict(last.values())
+
+
+def shard_shapes(tensor: DTensor, axis: int) -> tuple[int, list[list[int]]]:
+    """The dimension that `axis`, one of last_cuts, cuts, and the shape of each shard along it."""
+    dim = tensor.placements[axis].dim  # type: ignore[attr-defined]
+    _, sizes = _place(tensor, without=axis)
+    rows = _chunks(sizes[dim], tensor.device_mesh.size(axis))
+    return dim, [[*sizes[:dim], size, *sizes[dim + 1 :]] for size in rows]
+
+
+def _chunks(size: int, parts: int) -> list[int]:
+    """The sizes of torch.chunk, with zeros for what is left."""
+    most = -(-size // parts)
+    return [max(0, min(most, size - index * most)) for index in range(parts)]
+
+
+def whole_tensor(tensor: Tensor, dims: Container[int] | None = None) -> Tensor:
+    """Gather a DTensor, or return a plain tensor itself; every rank of its mesh must call this.
+
+    With `dims`, only these dimensions are gathered.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     placements = list(tensor.placements)
     # One axis at a time, the last cut first: the other order sends more, and torch warns about it.
     for axis in reversed(_cutting_order(tensor)):
-        if not placements[axis].is_replicate():
+        is_kept = dims is not None and getattr(placements[axis], "dim", -1) not in dims
+        if not placements[axis].is_replicate() and not is_kept:
             placements[axis] = Replicate()
             tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()

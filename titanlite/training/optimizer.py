@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from titanlite.errors import ConfigError
 from titanlite.modules.shards import local_part
+from titanlite.training.muon import adjusted, orthogonalized
 
 
 @dataclass(frozen=True)
@@ -25,20 +27,27 @@ class Rule:
 
     decays: bool = True
     lr_multiplier: float = 1.0
+    matrices: str = ""
+    """What Muon orthogonalizes: "matrix", or "stack" of matrices; "" for AdamW's parameters."""
 
 
 def find_rules(
-    names: Iterable[str], no_weight_decay: Sequence[str], lr_multipliers: Mapping[str, float]
+    names: Iterable[str],
+    no_weight_decay: Sequence[str],
+    lr_multipliers: Mapping[str, float],
+    adamw: Sequence[str] = (),
+    matrices: Mapping[str, str] | None = None,
 ) -> dict[str, Rule]:
     """The rule of each parameter name; patterns are those of fnmatch.
 
-    The first pattern of `lr_multipliers` that matches counts. Raises ConfigError for a pattern that
-    matches no name.
+    The first pattern of `lr_multipliers` that matches counts. `matrices` are Muon's, of
+    find_matrices, which `adamw` has chosen. Raises ConfigError for a pattern that matches no name.
     """
     names = list(names)
     keys: dict[str, Iterable[str]] = {
         "no_weight_decay": no_weight_decay,
         "lr_multipliers": lr_multipliers,
+        "adamw": adamw,
     }
     unused = [
         f'optimizer.{key}: "{pattern}" matches no trained parameter; the names are like '
@@ -55,6 +64,7 @@ def find_rules(
             lr_multiplier=next(
                 (factor for p, factor in lr_multipliers.items() if fnmatchcase(name, p)), 1.0
             ),
+            matrices=(matrices or {}).get(name, ""),
         )
         for name in names
     }
@@ -78,11 +88,15 @@ def build_optimizer(
     momentum: float = 0.0,
     implementation: str = "fused",
     rules: Mapping[nn.Parameter, Rule] | None = None,
+    build: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
+    **of_muon: Any,
 ) -> Optimizer:
-    """AdamW, Adam or SGD over `parameters`; those in `rules` differ in decay or learning rate.
+    """AdamW, Adam, SGD or Muon over `parameters`; those in `rules` differ in decay, rate or kind.
 
     There is one parameter group for each mesh and rule, since the fused and foreach implementations
-    take DTensors of one mesh. A group's "lr_multiplier" is its factor on the learning rate.
+    take DTensors of one mesh. A group's "lr_multiplier" is its factor on the learning rate, and
+    "matrices" its rule's. `of_muon` are Muon's nesterov, ns_steps, ns_dtype and adjust_lr_fn.
+    `build` makes another optimizer of the groups.
     """
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -102,12 +116,16 @@ def build_optimizer(
             "lr": lr * rule.lr_multiplier,
             "weight_decay": weight_decay if rule.decays else 0.0,
             "lr_multiplier": rule.lr_multiplier,
+            "matrices": rule.matrices,
+            **({"momentum": momentum, **of_muon} if rule.matrices else {}),
         }
         for (_, rule), group in (groups or {(None, Rule()): []}).items()
     ]
+    if build is not None:
+        return build(param_groups)
     if name == "SGD":
         return SGD(param_groups, momentum=momentum, **options)
-    cls = {"AdamW": AdamW, "Adam": Adam}[name]
+    cls = {"AdamW": AdamW, "Adam": Adam, "Muon": Muon}[name]
     return cls(param_groups, betas=(beta1, beta2), eps=eps, **options)
 
 
@@ -123,17 +141,19 @@ class _UpdatesLocalShards:
         """Fill `lists` with the tensors to update: parameters, gradients, and state."""
         has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
         parameters, gradients, *_ = lists
-        gradients[:] = [
-            gradient.redistribute(placements=parameter.placements)
-            if isinstance(gradient, DTensor)
-            and isinstance(parameter, DTensor)
-            and gradient.placements != parameter.placements
-            else gradient
-            for parameter, gradient in zip(parameters, gradients, strict=True)
-        ]
+        gradients[:] = map(_local_gradient, parameters, gradients)
         for tensors in lists:
             tensors[:] = [local_part(tensor) for tensor in tensors]
         return has_complex
+
+
+def _local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """This rank's shard of a gradient, with the placements of its parameter."""
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return local_part(gradient)
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient._local_tensor
 
 
 # These have PyTorch's names, since a checkpoint stores the name of its optimizer.
@@ -145,6 +165,39 @@ class AdamW(_UpdatesLocalShards, torch.optim.AdamW):
     """torch.optim.AdamW on the local shards of DTensors."""
 
 
+class Muon(AdamW):
+    """torch.optim.Muon for the groups with "matrices", and AdamW for the others.
+
+    Each matrix is orthogonalized as a whole (muon.py), on the device of its mesh, in `ns_dtype`;
+    torch's is "bfloat16". Momentum, state and weights are sharded like the parameter.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """Update the group's matrices here, and leave none of them to AdamW's kernel."""
+        if not group["matrices"]:
+            return super()._init_group(group, *lists)
+        dtype, kind, lr = getattr(torch, group["ns_dtype"]), group["matrices"], group["lr"]
+        parameters = [p for p in group["params"] if p.grad is not None]
+
+        def update_of(parameter: Tensor) -> Tensor:
+            assert parameter.grad is not None
+            gradient, state = _local_gradient(parameter, parameter.grad), self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            buffer = local_part(state["momentum_buffer"])
+            buffer.lerp_(gradient, 1 - group["momentum"])
+            update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+            device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else None
+            return update.to(device, dtype)
+
+        for parameter, update in orthogonalized(parameters, kind, update_of, group["ns_steps"]):
+            local = local_part(parameter)
+            local.mul_(1 - lr * group["weight_decay"])
+            rate = lr * adjusted(group["adjust_lr_fn"], kind, parameter.shape)
+            local.add_(update.to(local.device), alpha=-rate)
+        return False
+
+
 def build_scheduler(
     optimizer: Optimizer,
     *,
@@ -153,19 +206,20 @@ def build_scheduler(
     total_steps: int,
     decay_type: str = "linear",
     min_lr_factor: float = 0.0,
+    factor: Callable[..., float] | None = None,
 ) -> LambdaLR:
     """A learning-rate schedule: linear warm-up, a constant rate, and a decay.
 
-    The decay ends at `min_lr_factor` times the constant rate (arXiv 2404.06395).
+    The decay ends at `min_lr_factor` times the constant rate (arXiv 2404.06395). `factor` takes the
+    place of lr_factor, without `decay_type`.
     """
     return LambdaLR(
         optimizer,
-        lambda step: lr_factor(
-            step,
+        partial(
+            factor or partial(lr_factor, decay_type=decay_type),
             warmup_steps=warmup_steps,
             decay_steps=decay_steps,
             total_steps=total_steps,
-            decay_type=decay_type,
             min_lr_factor=min_lr_factor,
         ),
     )

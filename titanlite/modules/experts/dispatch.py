@@ -96,7 +96,7 @@ class Exchange:
         rank its rows are sorted by source rank.
         """
         even = [counts.numel() // self.size] * self.size
-        arriving = _all_to_all(counts, even, even, self.group_name)
+        arriving = all_to_all(counts, even, even, self.group_name)
         by_source = arriving.view(self.size, -1)
         sent, received, sizes = host_sizes(
             rows.size(0), counts.view(self.size, -1).sum(1), by_source.sum(1), by_source.sum(0)
@@ -131,7 +131,8 @@ def host_sizes(total: int, *counts: Tensor) -> list[list[int]]:
     return found
 
 
-def _all_to_all(x: Tensor, received: list[int], sent: list[int], name: str) -> Tensor:
+def all_to_all(x: Tensor, received: list[int], sent: list[int], name: str) -> Tensor:
+    """Send blocks of dimension 0 of `sent` sizes, and receive blocks of `received` sizes."""
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(
         functional.all_to_all_single(x.contiguous(), received, sent, name)
@@ -144,8 +145,8 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], name: str) -> Tensor:
         ctx.received, ctx.sent, ctx.name = received, sent, name
-        return _all_to_all(x, received, sent, name)
+        return all_to_all(x, received, sent, name)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(gradient, ctx.sent, ctx.received, ctx.name), None, None, None
+        return all_to_all(gradient, ctx.sent, ctx.received, ctx.name), None, None, None

@@ -169,7 +169,7 @@ class Bounds:
                 size = data.shard_numel(weight) * weight.itemsize
                 held += size
                 if weight.is_trained:
-                    held += pieces.moments * size + pieces.state_bytes
+                    held += pieces.state_bytes_of(weight, size)
             self._bytes[key] = _Bytes(
                 held,
                 sum(_gathered_bytes(weights, data) for weights in units),

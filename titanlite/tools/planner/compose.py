@@ -287,7 +287,7 @@ class _Composer:
         held = {
             "parameters": buffers + sum(numel(w) * w.itemsize for w in weights),
             "optimizer state": sum(
-                pieces.moments * numel(w) * w.itemsize + pieces.state_bytes for w in trained
+                pieces.state_bytes_of(w, numel(w) * w.itemsize) for w in trained
             ),
         }
         if not self._data.is_fsdp and self._dims.num_replicas > 1:

@@ -198,6 +198,10 @@ class Weight(NamedTuple):
     """Whether its gradient is summed over the tp axis after the backward pass, not by FSDP2."""
     is_expert: bool = False
     """Whether it is of experts that FSDP2 shards over a mesh of their own."""
+    matrices: str = ""
+    """What Muon orthogonalizes: "matrix" or "stack"; "" for AdamW's."""
+    tp_dim: int | None = None
+    """The dimension that the tp axis cuts."""
 
     # Weights are values, and a model has few different ones.
     @functools.lru_cache(maxsize=4096)  # noqa: B019
@@ -282,7 +286,7 @@ class Pieces:
     output_bytes: int
     """Bytes of the model's output, if the backward pass does not need it."""
     moments: int
-    """Tensors of a parameter's size in its optimizer state."""
+    """Tensors of a parameter's size in its optimizer state, unless Muon updates it."""
     state_bytes: int
     """Bytes of the other optimizer state of a parameter."""
     flops_per_token: float | None
@@ -294,7 +298,21 @@ class Pieces:
     casts: Mapping[str, Float8Cast] = field(default_factory=dict)
     """The casts of the weights that FSDP2 gathers in float8, by name."""
 
+    def state_bytes_of(self, weight: Weight, size: int) -> int:
+        """The bytes of the optimizer state of a trained weight with `size` bytes."""
+        return size if weight.matrices else self.moments * size + self.state_bytes
 
+
+AS_ADAMW: dict[str, Any] = {
+    "optimizer.name": "AdamW",
+    "optimizer.momentum": None,
+    "optimizer.nesterov": True,
+    "optimizer.ns_steps": 5,
+    "optimizer.ns_dtype": "bfloat16",
+    "optimizer.adjust_lr_fn": "match_rms_adamw",
+    "optimizer.adamw": (),
+}
+"""Instead of Muon, whose part muon.py adds."""
 WITHOUT_FLOAT8_GATHER: dict[str, Any] = {
     "quantize.linear.float8.enable_fsdp_float8_all_gather": False,
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": False,

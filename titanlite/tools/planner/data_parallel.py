@@ -94,7 +94,7 @@ class Replication:
         """The elements of a weight on this rank."""
         return weight.shard_numel(self.num_shards_of(weight))
 
-    def _axis_of(self, weight: Weight) -> str:
+    def axis_of(self, weight: Weight) -> str:
         return EXPERT_SHARDS if weight.is_expert else self._shard_axis
 
     def frees(self, *, is_needed_first: bool) -> bool:
@@ -110,7 +110,7 @@ class Replication:
         the gather before it, when the unit before that has been copied out of the buffer that both
         use. In the backward pass FSDP issues it early by itself.
         """
-        shards, axis = self.num_shards_of(weights[0]), self._axis_of(weights[0])
+        shards, axis = self.num_shards_of(weights[0]), self.axis_of(weights[0])
         if shards == 1:
             return ()
         num_bytes = self._gathered_bytes(weights)
@@ -178,7 +178,7 @@ class Replication:
         for weight in weights:
             if weight.name in self._casts:
                 cast, numel = self._casts[weight.name], self.shard_numel(weight)
-                over = self._axis_of(weight), self.num_shards
+                over = self.axis_of(weight), self.num_shards
                 started, left = add_cast(builder, cast, numel, over, place, ready)
                 kept += left
                 if self._is_on_gpu:
@@ -272,7 +272,7 @@ class Replication:
         if shards > 1:
             # FSDP2 copies gradients to the host on the stream of the last reduction.
             after = _some(copied) if replicas == 1 else ()
-            axis = self._axis_of(weights[0])
+            axis = self.axis_of(weights[0])
             number = builder.start("reduce_scatter", axis, num_bytes, shards, place, after=after)
         output, beside = num_bytes // shards, self._is_on_gpu
         if shards == 1:

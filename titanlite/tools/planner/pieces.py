@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titanlite.config import ResolvedJob
+from titanlite.config import ResolvedJob, override, resolve_job
 from titanlite.errors import TitanliteError, TraceError
 from titanlite.job import Job
 from titanlite.modules.experts import expert_layers
 from titanlite.modules.names import canonical_name
-from titanlite.modules.shards import local_part
+from titanlite.modules.shards import is_sharded, local_part
 from titanlite.parallelize.activation_checkpoint.apply import block_interval, is_checkpointed
 from titanlite.parallelize.ddp import apply as ddp
 from titanlite.parallelize.float8.spec import FLOAT8
@@ -32,6 +32,7 @@ from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.plan import ParallelPlan, find_blocks
 from titanlite.plain_job import build_plain_model
 from titanlite.tools.planner.composition import (
+    AS_ADAMW,
     ModelPart,
     Pieces,
     Segment,
@@ -46,6 +47,7 @@ from titanlite.tools.planner.hardware import Software
 from titanlite.tools.planner.recorder import StepRecorder
 from titanlite.tools.planner.software import TODAY
 from titanlite.tools.planner.trace import trace_job
+from titanlite.training.muon import find_matrices
 from titanlite.training.norm import reduce_partial_gradients
 
 # Of FSDP2, each before the collective whose buffer it fills.
@@ -69,12 +71,13 @@ def trace_pieces(
     recomputed = small.config.activation_checkpoint
     is_selective = recomputed.mode == "selective"
     every = block_interval(recomputed.selective_ac_option) if is_selective else 1
-    fewer, seen = _FewerBlocks(every), _Seen()
+    optimizer = small.config.optimizer
+    fewer, seen = _FewerBlocks(every, optimizer), _Seen()
     layout = small.config.parallelism.context_parallel_load_balancer
     rank = representatives(small.dims, layout)[0]
     try:
         job, trace = trace_job(
-            small,
+            resolve_job(override(small.config, AS_ADAMW)) if optimizer.name == "Muon" else small,
             rank,
             seen.watch,
             software=software,
@@ -101,7 +104,7 @@ def trace_pieces(
     for key, run in _cut(events, fewer.kept, is_float8=is_float8):
         late[key] = _late_bytes(run, trace.category_of, sizes_of)
         segments[key] = segment_of(run, trace.category_of, sizes_of)
-    units = _units(job, fewer.kept, seen.partial, reduced)
+    units = _units(job, fewer.kept, seen.partial, reduced, fewer.matrices)
     buffers: Counter[str] = Counter()
     for name, buffer in job.parts[0].named_buffers():
         own = canonical_name(name)
@@ -197,8 +200,9 @@ class _FewerBlocks:
     `kept` those of the blocks that stay.
     """
 
-    def __init__(self, every: int) -> None:
-        self._every = every
+    def __init__(self, every: int, optimizer: Any) -> None:
+        self._every, self._optimizer = every, optimizer
+        self.matrices: dict[str, str] = {}
         self.names: list[str] = []
         self.kinds: list[int] = []
         self.kept: list[str] = []
@@ -208,6 +212,8 @@ class _FewerBlocks:
     def __call__(self, *args: Any) -> tuple[nn.Module, ParallelPlan]:
         model, plan = build_plain_model(*args)
         self.balance_bytes = _balance_bytes(model)
+        if self._optimizer.name == "Muon":
+            self.matrices = find_matrices(model, plan.is_in_block, self._optimizer.adamw)
         blocks = find_blocks(model, plan)
         self.names = [plan.block_name(key) for key in blocks]
         known: dict[Any, int] = {}
@@ -390,7 +396,11 @@ def _prepares(event: Event) -> bool:
 
 
 def _units(
-    job: Job, blocks: Sequence[str], partial: set[int], reduced: Counter[int]
+    job: Job,
+    blocks: Sequence[str],
+    partial: set[int],
+    reduced: Counter[int],
+    matrices: Mapping[str, str],
 ) -> dict[str, dict[str, tuple[Weight, ...]]]:
     """Part -> FSDP unit -> its parameters. Without FSDP a part is one unit.
 
@@ -431,6 +441,8 @@ def _units(
                 parameter.requires_grad,
                 is_partial,
                 has_apart and parent in experts,
+                matrices.get(name, ""),
+                _tp_dim(parameter) if name in matrices else None,
             )
         )
         parts_of_unit[unit].add(_part_of(name, blocks, plan))
@@ -460,6 +472,16 @@ def _is_replicated(parameter: Tensor) -> bool:
         return False
     axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
     return any(axis == "tp" and placement.is_replicate() for axis, placement in axes)
+
+
+def _tp_dim(parameter: Tensor) -> int | None:
+    """The dimension that the tp axis cuts."""
+    if isinstance(parameter, DTensor):
+        axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+        for axis, placement in axes:
+            if axis == "tp" and is_sharded(placement):
+                return int(placement.dim)  # type: ignore[attr-defined]
+    return None
 
 
 def _part_of(name: str, blocks: Sequence[str], plan: ParallelPlan) -> str:

@@ -17,10 +17,12 @@ from titanlite.schedule import actions
 from titanlite.tools.planner.composition import Builder, ModelPart, Pieces, Segment, Weight
 from titanlite.tools.planner.data_parallel import BUFFERS, ENDS, PendingReduction, Replication
 from titanlite.tools.planner.events import Communication, Event, Operator, Site
+from titanlite.tools.planner.muon import MuonUpdate
 from titanlite.tools.planner.split_backward import BACKWARD_PHASE, half_of
 
 FORWARD_PHASE = "forward"
 BATCH = "batch"
+FUSED = ("aten::_fused_adamw_", "aten::_fused_adam_")
 P2P = (actions.SEND_F, actions.RECV_F, actions.SEND_B, actions.RECV_B)
 Stage = list[tuple[str, ModelPart]]
 """The parts of a stage in the order of the forward pass, by name."""
@@ -73,6 +75,7 @@ class Segments:
     ) -> None:
         self._pieces, self._dims, self._pipeline = pieces, resolved.dims, resolved.pipeline
         self.data = Replication(resolved, pieces)
+        self._muon = MuonUpdate(resolved, self.data)
         self.stages: dict[int, Stage] = {}
         axes = self.data.token_axes if FLOAT8.is_on(resolved.config) else ()
         self._token_axes: tuple[tuple[str, int], ...] = axes
@@ -358,17 +361,20 @@ class Segments:
         names = tuple(tuple(w.name for w in of_stage) for of_stage in of_stages)
         in_advance = (names, self.data.key) if pieces.casts else ()
         is_offloaded = self.data.is_offloaded
-        key = ("end", own, partial, exchanged, peer, self._dims.pp, is_offloaded, in_advance)
+        muon = self._muon.key(weights)
+        key = ("end", own, partial, exchanged, peer, self._dims.pp, is_offloaded, in_advance, muon)
         if key in self._shared:
             return self._shared[key]
         ratio = own / max(1, traced)
+        of_adamw = self._updated([w for w in weights if not w.matrices])[0] / max(1, traced)
         events: list[Event] = []
         for event in self.in_world(pieces.end).events:
             if isinstance(event, Operator) and event.bytes_read > traced:
+                share = of_adamw if event.name in FUSED else ratio
                 event = replace(
                     event,
-                    bytes_read=round(event.bytes_read * ratio),
-                    bytes_written=round(event.bytes_written * ratio),
+                    bytes_read=round(event.bytes_read * share),
+                    bytes_written=round(event.bytes_written * share),
                 )
             elif isinstance(event, Communication) and event.axis == "tp":
                 event = replace(event, num_bytes=partial)
@@ -384,6 +390,8 @@ class Segments:
             events += self.data.amaxes_in_advance(of_stage)
         if is_offloaded:
             events = [replace(e, is_on_host=True) if isinstance(e, Operator) else e for e in events]
+        events += self._muon.events(weights)
+        if is_offloaded:
             # What it allocates is on the host: compose.py.
             self._shared[key] = Segment(tuple(events), {}, {}, pieces.end.peak_place)
         else:

@@ -19,7 +19,8 @@ from titanlite.modules.batch import IGNORE_INDEX, call_model
 from titanlite.modules.shards import local_part
 from titanlite.parallelize.steps import depends_on_microbatch
 from titanlite.ranks.hang_state import recorded_calls
-from titanlite.tools.verify.jobs import own_decay, own_multiplier
+from titanlite.registry import OPTIMIZERS
+from titanlite.tools.verify.jobs import is_named, own_decay, own_multiplier
 from titanlite.tools.verify.opened import subject_of
 from titanlite.training.loss import NEXT_TOKEN
 from titanlite.training.metrics import ValidationResult
@@ -44,18 +45,22 @@ def optimizer_problems(job: Job) -> tuple[str, ...]:
         problems.append(f"the frozen {frozen[0]} is in a parameter group")
     if strange := set(counts) - set(job.parameters.values()):
         problems.append(f"{len(strange)} tensors in its groups are not model parameters")
-    if type(optimizer).__name__ != section.name:
+    is_known = OPTIMIZERS.is_built_in(section.name)
+    if is_known and type(optimizer).__name__ != section.name:
         problems.append(f"it is {type(optimizer).__name__}, not {section.name}")
-    options: dict[str, Any] = {}
-    if section.name == "SGD":
-        options["momentum"] = section.momentum
-    else:
-        options |= {"betas": (section.beta1, section.beta2), "eps": section.eps}
     for group in optimizer.param_groups:
+        options: dict[str, Any] = {"betas": (section.beta1, section.beta2), "eps": section.eps}
+        if section.name == "SGD" or group.get("matrices"):
+            options = {"momentum": section.used_momentum}
+        if group.get("matrices"):
+            options |= {
+                key: getattr(section, key)
+                for key in ("nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn")
+            }
         problems += [
             f"{key} is {group[key]} instead of {value} for {len(group['params'])} parameters"
             for key, value in options.items()
-            if group[key] != value
+            if is_known and group[key] != value
         ]
     names = {parameter: name for name, parameter in job.parameters.items()}
     wrong: Counter[str] = Counter()
@@ -71,8 +76,24 @@ def optimizer_problems(job: Job) -> tuple[str, ...]:
                 if not math.isclose(group[key], value, rel_tol=1e-12)
             )
     problems += [f"{line} for {count} parameters" for line, count in wrong.items()]
+    problems += [
+        f"{name} is updated by {'Muon' if is_muon else 'AdamW'}"
+        for group in optimizer.param_groups
+        for is_muon in [bool(group.get("matrices"))]
+        for name in [names[p] for p in group["params"] if p in names]
+        if section.name == "Muon" and _is_misplaced(job, name, is_muon)
+    ]
     start = "the optimizer does not match the job: "
     return tuple(f"{start}{problem}" for problem in dict.fromkeys(problems))
+
+
+def _is_misplaced(job: Job, name: str, is_muon: bool) -> bool:
+    """Whether Muon updates what is AdamW's by the keys, or AdamW a linear layer that is Muon's."""
+    parameter, patterns = job.parameters[name], job.config.optimizer.adamw
+    is_adamw = is_named(name, patterns) if patterns else not job.plan.is_in_block(name)
+    is_adamw = is_adamw or parameter.ndim < 2 or name.endswith("bias")
+    linear = (m for part in job.parts for m in part.modules() if isinstance(m, torch.nn.Linear))
+    return is_adamw if is_muon else not is_adamw and any(m.weight is parameter for m in linear)
 
 
 def wrong_validation(job: Job, shown: float) -> Iterator[str]:

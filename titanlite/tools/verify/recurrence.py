@@ -18,6 +18,7 @@ from torch import Tensor
 from titanlite.job import Job
 from titanlite.modules.batch import IGNORE_INDEX, Batch
 from titanlite.modules.experts import expert_layers
+from titanlite.registry import OPTIMIZERS
 from titanlite.tools.verify.differences import NOISE
 from titanlite.tools.verify.jobs import own_decay, own_multiplier, scheduled_lr
 from titanlite.tools.verify.record import ReferenceStep
@@ -34,6 +35,13 @@ class Recurrence:
     def __init__(self, job: Job, weights: Mapping[str, Tensor]) -> None:
         self._job = job
         self._section = job.config.optimizer
+        self._kinds = {
+            name: group["matrices"]
+            for group in job.trainer.optimizer.param_groups
+            for name, parameter in job.parameters.items()
+            if group.get("matrices") and any(parameter is one for one in group["params"])
+        }
+        """What Muon updates: name -> "matrix" or "stack"."""
         self._weights = weights
         self._state: Mapping[str, Tensor] = {}
         self._has_own_samples = self._has_own_balance = True
@@ -143,6 +151,8 @@ class Recurrence:
                 f"its gradients have a norm of {norm:.6g}: the norm is computed wrongly"
             )
             return
+        if not OPTIMIZERS.is_built_in(self._section.name):
+            return
         scale = min(1.0, self._job.config.training.max_norm / (norm + 1e-6))
         # The update from a gradient that is only rounding error cannot be compared.
         names = [n for n, g in gradients.items() if g.double().norm().item() > NOISE * norm]
@@ -157,15 +167,16 @@ class Recurrence:
         """Whether the first moments follow from the clipped gradients `given`."""
         wrong, factors = [], []
         for name, gradient in given.items():
-            moment = state.get(f"{name}.exp_avg")
+            key, beta = self._moment_of(name)
+            moment = state.get(f"{name}.{key}")
             decays = own_decay(self._job.config, name) != 0
             if moment is None or (self._section.name == "Adam" and decays):
                 return []
-            decayed = self._section.beta1 * self._previous(name, "exp_avg", moment)
-            expected = decayed + (1 - self._section.beta1) * gradient
+            decayed = beta * self._previous(name, key, moment)
+            expected = decayed + (1 - beta) * gradient
             if _error(moment, expected) > ROUNDING:
                 wrong.append(name)
-            used = (moment.double() - decayed) / (1 - self._section.beta1)
+            used = (moment.double() - decayed) / (1 - beta)
             factor = ((used * gradient).sum() / (gradient * gradient).sum()).item()
             left = (used - factor * gradient).norm() / used.norm().clamp_min(1e-300)
             factors.append(factor if left < 1e-6 else math.nan)
@@ -178,26 +189,34 @@ class Recurrence:
                 f"{start}the optimizer receives gradients {factors[0]:.6g} times as large as "
                 f"{clipped} gives: clipping is wrong"
             ]
-        moments = {name: state[f"{name}.exp_avg"] for name in wrong}
+        key = self._moment_of(wrong[0])[0]
+        moments = {name: state[f"{name}.{self._moment_of(name)[0]}"] for name in wrong}
         for dtype in NARROW_DTYPES:
             if all(torch.equal(m, m.to(dtype).to(m.dtype)) for m in moments.values()):
                 narrow = str(dtype).removeprefix("torch.")
                 return [
-                    f"{start}every value of the optimizer's exp_avg is exact in {narrow}: it is "
+                    f"{start}every value of the optimizer's {key} is exact in {narrow}: it is "
                     f"kept in {narrow}, but the job's dtype is float64"
                 ]
-        fresh = {n: (1 - self._section.beta1) * given[n] for n in wrong}
+        fresh = {n: (1 - self._moment_of(n)[1]) * given[n] for n in wrong}
         if all(_error(moments[name], fresh[name]) < ROUNDING for name in wrong):
             return [
-                f"{start}the optimizer's exp_avg contains nothing of earlier steps: the optimizer "
+                f"{start}the optimizer's {key} contains nothing of earlier steps: the optimizer "
                 "state was lost or reset"
             ]
+        beta_name = "momentum" if wrong[0] in self._kinds else "beta1"
         return [
-            f"{start}the optimizer's exp_avg of {wrong[0]}"
+            f"{start}the optimizer's {key} of {wrong[0]}"
             f"{f' and {len(wrong) - 1} other parameters' if len(wrong) > 1 else ''} is not "
-            "beta1 times its previous value plus (1 - beta1) times the clipped gradient: clipping "
-            "or the optimizer state is wrong"
+            f"{beta_name} times its previous value plus (1 - {beta_name}) times the clipped "
+            "gradient: clipping or the optimizer state is wrong"
         ]
+
+    def _moment_of(self, name: str) -> tuple[str, float]:
+        """The average of a parameter's gradients in the optimizer state, and its decay rate."""
+        if name in self._kinds:
+            return "momentum_buffer", self._section.used_momentum
+        return "exp_avg", self._section.beta1
 
     def _wrong_weights(
         self, step: int, given: Mapping[str, Tensor], record: Mapping[str, Any]
@@ -224,12 +243,12 @@ class Recurrence:
                 "advanced before the optimizer. Call scheduler.step() after optimizer.step()"
             )
         yield (
-            f"even on one process, the update of step {step} is not that of {self._section.name}: "
+            f"even on one process, the update of step {step} is not that of {self._rule(wrong)}: "
             f"{wrong} has a relative difference of {off(wrong, lr):.1e} from {reason}"
         )
 
     def _next_weight(self, step: int, name: str, gradient: Tensor, lr: float) -> Tensor:
-        """A weight after this step by AdamW (arXiv 1711.05101), Adam or SGD."""
+        """A weight after this step by AdamW (arXiv 1711.05101), Adam, SGD or Muon."""
         section, weight = self._section, self._weights[name].double()
         decay = own_decay(self._job.config, name)
         lr *= own_multiplier(self._job.config, name)
@@ -241,14 +260,42 @@ class Recurrence:
                     name, "momentum_buffer", gradient
                 )
             return weight - lr * gradient
-        if section.name == "AdamW":
+        if section.name in ("AdamW", "Muon"):
             weight = weight * (1 - lr * decay)
+        if name in self._kinds:
+            momentum = section.used_momentum
+            average = momentum * self._previous(name, "momentum_buffer", gradient)
+            average = average + (1 - momentum) * gradient
+            if section.nesterov:
+                average = momentum * average + (1 - momentum) * gradient
+            return weight - lr * self._orthogonal(average, self._kinds[name])
         beta1, beta2 = section.beta1, section.beta2
         first = beta1 * self._previous(name, "exp_avg", gradient) + (1 - beta1) * gradient
         second = beta2 * self._previous(name, "exp_avg_sq", gradient)
         second = second + (1 - beta2) * gradient * gradient
         first = first / (1 - beta1**step)
         return weight - lr * first / ((second / (1 - beta2**step)).sqrt() + section.eps)
+
+    def _orthogonal(self, average: Tensor, kind: str) -> Tensor:
+        """Muon's update (https://kellerjordan.github.io/posts/muon), scaled by its adjust_lr_fn."""
+        matrices = average if kind == "stack" else average.flatten(1)[None]
+        rows, columns = matrices.shape[1:]
+        factor = math.sqrt(max(1, rows / columns))
+        if self._section.adjust_lr_fn == "match_rms_adamw":
+            factor = 0.2 * math.sqrt(max(rows, columns))
+        made = []
+        for matrix in matrices:
+            x = matrix / max(matrix.norm().item(), 1e-7)
+            for _ in range(self._section.ns_steps):
+                square = x @ x.T if rows <= columns else x.T @ x
+                poly = -4.7750 * square + 2.0315 * square @ square
+                x = 3.4445 * x + (poly @ x if rows <= columns else x @ poly)
+            made.append(factor * x)
+        return torch.stack(made).view(average.shape)
+
+    def _rule(self, name: str) -> str:
+        is_adamw = self._section.name == "Muon" and name not in self._kinds
+        return "AdamW" if is_adamw else self._section.name
 
     def _previous(self, name: str, key: str, like: Tensor) -> Tensor:
         """The optimizer state after the previous step; zeros before the first step."""

@@ -118,6 +118,13 @@ def test_all_composed_experts_equal_traced_ones(plan: str) -> None:
     check("moe_ep4", *EXPERTS[plan])
 
 
+@pytest.mark.parametrize(
+    "plan", [(), (f"{P}data_parallel_shard_degree=4", f"{P}expert_parallel_degree=2")]
+)
+def test_composed_updates_of_muon_equal_traced_ones(plan: tuple[str, ...]) -> None:
+    check("moe_ep4" if plan else "tp2_fsdp2", "--optimizer.name=Muon", *plan)
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_composed_steps_equal_traced_ones(name: str) -> None:
     check(name)
