@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -89,7 +92,7 @@ def test_compiled_code_finds_the_documents(with_kernels) -> None:
     torch._dynamo.reset()
 
 
-def test_a_batch_keeps_what_the_host_knows() -> None:
+def test_a_batch_keeps_what_the_host_knows(tmp_path: Path) -> None:
     documents = documents_of(LENGTHS)
     more = {"documents": (documents, FieldDims(0, 1))}
     batch = make_batch(torch.zeros(4, 16, dtype=torch.int64), more=more)
@@ -99,6 +102,10 @@ def test_a_batch_keeps_what_the_host_knows() -> None:
     for part, numbers in ((own, expected), (own.rows(1, 3), expected[:, 1:3])):
         assert noted(part["documents"]).numbers.tolist() == numbers.tolist()
     assert noted(batch.tokens_to(4)["documents"]) is None
+    # Files stay readable without this package.
+    torch.save(own["documents"], tmp_path / "documents.pt")
+    assert noted(torch.load(tmp_path / "documents.pt", weights_only=True)) is None
+    assert noted(copy.deepcopy(own["documents"])) is None
 
 
 def test_ranges_decide_what_meets() -> None:

@@ -7,6 +7,7 @@ without a note is read once. Shapes: c ranks that share B sequences, T tokens of
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -39,6 +40,9 @@ class Documents:
             starts = np.append(np.flatnonzero(is_first), numbers.size)
             self.longest = int(np.diff(starts).max())
             self.starts = moved(torch.from_numpy(starts.astype(np.int32)), self._device)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # copies and files of the tensor have no note
 
     @cached_property
     def whole(self) -> Tensor:
@@ -80,7 +84,7 @@ def note(documents: Tensor, numbers: np.ndarray) -> Documents:
 
 def noted(documents: Tensor) -> Documents | None:
     """What is noted on a tensor, or on the batch of which it is a microbatch."""
-    found: Documents | None = getattr(documents, KNOWN, None)
+    found: Documents | None = getattr(documents, KNOWN, None) or None
     whole = None if found else getattr(documents._base, KNOWN, None)
     if whole is not None and documents.size(1) == whole.numbers.shape[2]:
         # A part of a batch says by its offset which rows it has.
@@ -92,7 +96,7 @@ def noted(documents: Tensor) -> Documents | None:
 def known_of(documents: Tensor) -> Documents | None:
     """What is noted; a tensor of a single rank without a note is read, but not by a compiler."""
     if torch.compiler.is_compiling() or documents.is_meta:
-        return getattr(documents, KNOWN, None)
+        return getattr(documents, KNOWN, None) or None
     return noted(documents) or note(documents, on_host(documents[None]))
 
 
