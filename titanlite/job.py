@@ -143,10 +143,7 @@ class Job:
 
     def step(self, number: int | None = None) -> StepResult:
         """Train on the next global batch; `number` is the step of the run."""
-        result = self.trainer.step(self.draw(), number)
-        if self.fusions is not None:
-            self.fusions.require()
-        return result
+        return self.trainer.step(self.draw(), number)
 
     def draw(self) -> list[Batch]:
         """This rank's part of the next global batch, as one batch per accumulation step."""
@@ -220,10 +217,9 @@ class Job:
 
     def _own_part(self, batch: Batch) -> Batch:
         """The batch on this rank's device; with CP, only this rank's tokens."""
-        batch = batch.to(self.world.device, DTYPES[self.config.training.dtype])
-        if not self.dims.cp_enabled:
-            return batch
-        return batch.shard(self.layout, self.dims.token_rank(self.world.rank))
+        if self.dims.cp_enabled:
+            batch = batch.shard(self.layout, self.dims.token_rank(self.world.rank))
+        return batch.to(self.world.device, DTYPES[self.config.training.dtype])
 
     def validation_batches(self) -> Iterator[Batch]:
         """This rank's part of the validation set, or of its first `validation.steps` batches."""
@@ -340,7 +336,8 @@ def _open_meshes(resolved: ResolvedJob, world: World, plain: PlainJob) -> Meshes
         layer.force_balance = config.debug.moe_force_load_balance
         if dims.cp_enabled:
             place = dims.token_rank(world.rank)
-            layer.held_places = plain.layout.positions(place, resolved.seq_len)
+            places = plain.layout.positions(place, resolved.seq_len)
+            layer.held_places = places.to(world.device)
     return meshes
 
 

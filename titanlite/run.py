@@ -106,6 +106,7 @@ def train_on_rank(
             ) as reporter,
             world.explaining(),
         ):
+            job.trainer.wants_stop = lambda: stop.is_asked or checkpoints.has_failed
             recording = Recording(job, callbacks or Callbacks(), checkpoints.first_step)
             reporter.warn(check_copies(job, "before the first step"))
             if checkpoints.is_seed:
@@ -121,14 +122,13 @@ def train_on_rank(
                     reporter.note_collected(gc.collect(1))
                 is_last = step == config.training.steps
                 validation = job.validate() if config.validates_after(step) else None
-                wants_stop = stop.is_asked or checkpoints.has_failed
-                stops = reporter.record(step, result, validation, stops=wants_stop)
+                reporter.record(step, result, validation)
                 recording.after_step(step, result, validation)
-                if said := checkpoints.after_step(step, is_last=is_last, stops=stops):
+                if said := checkpoints.after_step(step, is_last=is_last, stops=result.stops):
                     reporter.say(said)
                 for path in checkpoints.pop_saved():
                     recording.after_checkpoint(path)
-                if stops:
+                if result.stops:
                     reporter.say("stopped as requested; run the same command to resume")
                     return recording.end(is_stopped=True)
             reporter.finish(lambda: stop.is_asked)

@@ -44,6 +44,8 @@ class Batch:
 
     fields: Mapping[str, Tensor]
     dims: Mapping[str, FieldDims]
+    on_host: Batch | None = None
+    """The same batch in the host's memory, if this is its copy on a GPU."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
@@ -81,7 +83,7 @@ class Batch:
             name: field.to(device, dtype if field.is_floating_point() else None, to_gpu)
             for name, field in self.fields.items()
         }
-        return Batch(moved, self.dims)
+        return Batch(moved, self.dims, self if to_gpu else None)
 
     def replace(self, **fields: Tensor) -> Batch:
         """The batch with new values for some fields, whose dimensions stay the same."""
