@@ -9,7 +9,7 @@ SITE_READY := $(VENV)/.ready-site
 # Two test processes take files in this order, so that neither is left with a long file at the end.
 SLOWEST_FIRST := tests/newcomer tests/parity tests/mutants tests
 
-.PHONY: train test test-all test-versions check docs site serve clean
+.PHONY: train test test-all test-versions fake-cuda check docs site serve clean
 
 train: $(READY)
 	$(BIN)/torchrun train.py --job.config_file=configs/tp2_fsdp2.toml
@@ -24,6 +24,10 @@ test-all: $(SITE_READY) check
 test-versions:
 	$(MAKE) test TORCH=2.11.0
 	$(MAKE) test TORCH=2.14.1
+
+# Every configuration and feature on fake CUDA tensors, without a GPU; needs a C++ compiler.
+fake-cuda: $(READY) check
+	$(BIN)/pytest -q tests/unit/test_fake_cuda.py
 
 check: $(READY)
 	$(BIN)/ruff check .

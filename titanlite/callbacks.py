@@ -109,10 +109,13 @@ class Recording:
         self._event = Event(job, first_step - 1, state=state)
         self._happened("on_start")
 
-    @property
-    def wants_stop(self) -> bool:
-        """Whether a callback of this rank has asked to stop."""
-        return bool(self._event._asked)
+    def stops(self) -> bool:
+        """Whether a callback has asked to stop, on any rank; every rank must ask this."""
+        if self._callbacks == Callbacks():
+            return False
+        from titanlite.ranks.peers import Peers
+
+        return any(Peers().gathered(bool(self._event._asked)))
 
     def after_step(
         self, step: int, result: StepResult, validation: ValidationResult | None

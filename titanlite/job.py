@@ -151,10 +151,7 @@ class Job:
         if self._reader is not None and number and number < self.config.training.steps:
             ahead = copy.copy(self.sampler)
             self._ahead = ahead.state, self._reader.submit(self._read, ahead)
-        result = self.trainer.step(batches, number)
-        if self.fusions is not None:
-            self.fusions.require()
-        return result
+        return self.trainer.step(batches, number)
 
     def draw(self) -> list[Batch]:
         """This rank's part of the next global batch, as one batch per accumulation step."""
@@ -361,7 +358,8 @@ def _open_meshes(resolved: ResolvedJob, world: World, plain: PlainJob) -> Meshes
         layer.force_balance = config.debug.moe_force_load_balance
         if dims.cp_enabled:
             place = dims.token_rank(world.rank)
-            layer.held_places = plain.layout.positions(place, resolved.seq_len).to(world.device)
+            places = plain.layout.positions(place, resolved.seq_len)
+            layer.held_places = places.to(world.device)
     return meshes
 
 

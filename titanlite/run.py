@@ -107,6 +107,7 @@ def train_on_rank(
             world.explaining(),
             job.reading_ahead(),
         ):
+            job.trainer.wants_stop = lambda: stop.is_asked or checkpoints.has_failed
             recording = Recording(
                 job, callbacks or Callbacks(), checkpoints.first_step, checkpoints.kept
             )
@@ -124,9 +125,9 @@ def train_on_rank(
                     reporter.note_collected(gc.collect(1))
                 is_last = step == config.training.steps
                 validation = job.validate() if config.validates_after(step) else None
+                reporter.record(step, result, validation)
                 recording.after_step(step, result, validation)
-                wants_stop = stop.is_asked or checkpoints.has_failed or recording.wants_stop
-                stops = reporter.record(step, result, validation, stops=wants_stop)
+                stops = result.stops or recording.stops()
                 if said := checkpoints.after_step(step, is_last=is_last, stops=stops):
                     reporter.say(said)
                 for path in checkpoints.pop_saved():

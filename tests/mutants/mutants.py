@@ -436,10 +436,10 @@ MUTANTS = [
         r"targets",
         JOB,
         (
-            "        return batch.shard(self.layout, self.dims.token_rank(self.world.rank))",
-            "        from titanlite.modules.batch import make_targets\n\n"
-            "        part = batch.shard(self.layout, self.dims.token_rank(self.world.rank))\n"
-            "        return part.replace(targets=make_targets(part.tokens))",
+            "            batch = batch.shard(self.layout, self.dims.token_rank(self.world.rank))",
+            "            from titanlite.modules.batch import make_targets\n\n"
+            "            batch = batch.shard(self.layout, self.dims.token_rank(self.world.rank))\n"
+            "            batch = batch.replace(targets=make_targets(batch.tokens))",
         ),
     ),
     mutant(
@@ -505,10 +505,9 @@ MUTANTS = [
         r"loss",
         STEP,
         (
-            "        return self._summed(loss_sum) / num_targets, num_targets",
-            "        total = self._summed(loss_sum)\n"
-            "        if self.stages is not None and not loss_sum:\n            total *= 0.5\n"
-            "        return total / num_targets, num_targets",
+            "        loss = whole_sum / num_targets\n",
+            "        loss = whole_sum / num_targets\n"
+            "        if self.stages is not None and not loss_sum:\n            loss *= 0.5\n",
         ),
     ),
     # Data parallelism, sharded and replicated.
@@ -662,8 +661,8 @@ MUTANTS = [
         r"layers\.\d\.moe\.experts.* returns? a wrong gradient|layers\.\d\.moe",
         DISPATCH,
         (
-            "        outputs = compute(_Permute.apply(own, order, back), sizes)\n",
-            "        outputs = compute(_Permute.apply(own, order, order), sizes)\n",
+            "        outputs = compute(_Permute.apply(own, order, back), own_counts, sizes)\n",
+            "        outputs = compute(_Permute.apply(own, order, order), own_counts, sizes)\n",
         ),
     ),
     mutant(
@@ -683,7 +682,11 @@ MUTANTS = [
         EP,
         r"tokens of each expert of layers.1.moe.* sum the counts",
         BALANCER,
-        ("        dist.all_reduce(counts)\n", ""),
+        (
+            "        dist.all_reduce(self._sums)\n",
+            "        own = self._sums[:-2].clone()\n        dist.all_reduce(self._sums)\n"
+            "        self._sums[:-2] = own\n",
+        ),
     ),
     mutant(
         "the auxiliary loss takes the fractions of a rank's own tokens",
@@ -769,18 +772,18 @@ MUTANTS = [
         "norm",
         FSDP,
         r"norm",
-        NORM,
-        ("    dist.all_reduce(squares)\n    return", "    return"),
+        STEP,
+        ("        norm = sums[1] = sums[1]", "        norm = sums[1] = squares"),
     ),
     mutant(
         "norms are added, not their squares",
         "norm",
         FSDP,
         r"norm",
-        NORM,
+        STEP,
         (
-            "    squares = squares.double()\n    dist.all_reduce(squares)\n    return squares.sqrt()",
-            "    squares = squares.double().sqrt()\n    dist.all_reduce(squares)\n    return squares",
+            "        dist.all_reduce(sums)\n        norm = sums[1] = sums[1].sqrt()",
+            "        sums[1] = squares.sqrt()\n        dist.all_reduce(sums)\n        norm = sums[1]",
         ),
     ),
     mutant(
@@ -1076,7 +1079,7 @@ REFACTORINGS: list[Mutant] = [
         "",
         STEP,
         (
-            "        counts = [torch.as_tensor(self.loss.count(b), device=self._device) for b in batches]\n",
+            "        counts = [torch.as_tensor(self.loss.count(b.on_host or b)) for b in batches]\n",
             "        counts = []\n        for batch in batches:\n"
             "            counts.append(self.loss.count(batch))\n",
         ),
@@ -1108,8 +1111,8 @@ REFACTORINGS: list[Mutant] = [
         "",
         NORM,
         (
-            "        squares = torch.stack(norms).square().sum().to(device)",
-            "        squares = torch.stack(norms[::-1]).square().sum().to(device)",
+            "        squares = torch.stack(norms).square().sum().to(device, non_blocking=True)",
+            "        squares = torch.stack(norms[::-1]).square().sum().to(device, non_blocking=True)",
         ),
     ),
     mutant(

@@ -633,17 +633,15 @@ def bias_updated_every_microbatch() -> AbstractContextManager[Any]:
 
 def counts_of_own_tokens() -> AbstractContextManager[Any]:
     """Every rank balances by the tokens that it routes itself."""
-    from titanlite.modules.experts import Balancer
+    from titanlite.modules.experts import Balancer, balancer
 
-    def finish(self):
-        self.counts = {
-            name: [0] * number
-            if name not in self.layers
-            else self.layers[name].tally.counts.tolist()
-            for name, number in self.sizes.items()
-        }
+    finish = Balancer.finish
 
-    return patch.object(Balancer, "finish", finish)
+    def own(self):
+        with patch.object(balancer.dist, "all_reduce"):
+            finish(self)
+
+    return patch.object(Balancer, "finish", own)
 
 
 def shared_experts_reduced_twice() -> AbstractContextManager[Any]:
@@ -692,14 +690,15 @@ def padded_rows_have_gradients() -> AbstractContextManager[Any]:
 
     swiglu = layer.swiglu
 
-    def padded(x, w1, w2, w3, sizes, **rest):
-        parts, kept = [], []
+    def padded(x, w1, w2, w3, counts, **rest):
+        parts, kept, sizes = [], [], counts.tolist()
         for rows, size in zip(x.split(sizes), sizes, strict=True):
             more = -size % 8 if size else 0
             parts += [rows, rows[-1:].detach().expand(more, -1)]
             kept += [True] * size + [False] * more
         larger = [size + (-size % 8 if size else 0) for size in sizes]
-        out = swiglu(torch.cat(parts), w1, w2, w3, larger, **rest)
+        rest["sizes"] = larger
+        out = swiglu(torch.cat(parts), w1, w2, w3, torch.tensor(larger), **rest)
         is_row = torch.tensor(kept, dtype=torch.bool)
         pad = out[~is_row].sum()
         return out[is_row] + (pad - pad.detach())

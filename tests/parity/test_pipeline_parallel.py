@@ -285,3 +285,49 @@ def test_every_rank_has_its_row_its_name_and_what_it_sent(
         first = next(span for span in shown if span.kind == GATHER)
         within = [s for s in shown if s.kind in WORK and s.start - 1 <= first.start <= s.end + 1]
         assert within
+
+
+def _open(place: Place, stage_to_rank: list[int]) -> list[tuple[str, int]]:
+    """The messages of a rank: how, and to or from which rank."""
+    import torch
+    import torch.distributed as dist
+
+    from titanlite.parallelize.pipeline_parallel.apply import open_pairs
+    from titanlite.ranks.world import open_world
+
+    found = []
+    with open_world(place), pytest.MonkeyPatch.context() as patches:
+        send, recv, batch = dist.send, dist.recv, dist.batch_isend_irecv
+
+        def sending(tensor: Any, group: Any, group_dst: int) -> None:
+            found.append(("send", group_dst))
+            send(tensor, group=group, group_dst=group_dst)
+
+        def receiving(tensor: Any, group: Any, group_src: int) -> None:
+            found.append(("recv", group_src))
+            recv(tensor, group=group, group_src=group_src)
+
+        def together(operations: list[Any]) -> Any:
+            found.extend((one.op.__name__, one.group_peer) for one in operations)
+            return batch(operations)
+
+        for name, stand_in in zip(
+            ("send", "recv", "batch_isend_irecv"), (sending, receiving, together), strict=True
+        ):
+            patches.setattr(dist, name, stand_in)
+        open_pairs(dist.group.WORLD, stage_to_rank, torch.device("cpu"))
+    return found
+
+
+def test_each_pair_of_neighbours_is_opened_once() -> None:
+    """As NCCL needs; a V-shaped schedule has neighbours on one rank, and a loop a ring."""
+    v_shaped = spawn(_open, 2, [0, 1, 1, 0])
+    assert v_shaped[0] == [("send", 1), ("isend", 1), ("irecv", 1)]
+    looped = spawn(_open, 3, [0, 1, 2, 0, 1, 2])
+    singles = [[one for one in found if one[0] in ("send", "recv")] for found in looped]
+    assert singles == [
+        [("send", 1), ("send", 2)],
+        [("recv", 0), ("send", 2)],
+        [("recv", 0), ("recv", 1)],
+    ]
+    assert [len(found) for found in looped] == [6, 6, 6]

@@ -46,6 +46,8 @@ class Batch:
 
     fields: Mapping[str, Tensor]
     dims: Mapping[str, FieldDims]
+    on_host: Batch | None = None
+    """The same batch in the host's memory, if this is its copy on a GPU."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
@@ -85,7 +87,7 @@ class Batch:
         if device.type != "meta" and self.dims.get(DOCUMENTS) == FieldDims(0, 1):
             known = noted(field := self.fields[DOCUMENTS])
             note(fields[DOCUMENTS], on_host(field[None]) if known is None else known.numbers)
-        return Batch(fields, self.dims)
+        return Batch(fields, self.dims, None if device.type == "cpu" else self)
 
     def replace(self, **fields: Tensor) -> Batch:
         """The batch with new values for some fields, whose dimensions stay the same."""

@@ -201,3 +201,15 @@ def _cutting_order(tensor: DTensor) -> list[int]:
         range(tensor.device_mesh.ndim),
         key=lambda axis: isinstance(tensor.placements[axis], _StridedShard),
     )
+
+
+class ContiguousGradient(torch.autograd.Function):
+    """The identity, with a contiguous gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()

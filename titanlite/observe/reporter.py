@@ -169,30 +169,18 @@ class Reporter:
         self._exits.close()
 
     def record(
-        self,
-        step: int,
-        result: StepResult,
-        validation: ValidationResult | None = None,
-        *,
-        stops: bool = False,
-    ) -> bool:
-        """Record and show a completed step, with its validation if there is one.
-
-        Returns True on every rank if any rank passes `stops`.
-        """
+        self, step: int, result: StepResult, validation: ValidationResult | None = None
+    ) -> None:
+        """Record and show a completed step, with its validation if there is one."""
         job, resolved = self._job, self._job.resolved
         samples_per_second = resolved.global_batch_size / result.seconds
         tokens_per_second = samples_per_second * resolved.seq_len
         flops_per_second = None
         if job.flops_per_token is not None:
             flops_per_second = tokens_per_second * job.flops_per_token
-        generators = job.trainer.generators
-        draws = generators is not None and generators.has_drawn and not job.draws.shapes
-        own_bytes = job.world.peak_allocated_bytes()
-        process_bytes = peak_process_bytes() if own_bytes is None else 0
-        most = torch.tensor([own_bytes or 0, process_bytes, int(stops), int(draws)])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        own_bytes, process_bytes, any_stops, any_draws = most.tolist()
+        is_first, is_last = step == self._first_step, step == job.config.training.steps
+        if is_first or is_last or step % job.config.metrics.log_freq == 0:
+            self._read_most()
         record = StepRecord(
             step=step,
             loss=result.loss,
@@ -201,7 +189,7 @@ class Reporter:
             tokens_per_second=tokens_per_second if job.data.has_tokens else None,
             samples_per_second=None if job.data.has_tokens else samples_per_second,
             seconds=result.seconds,
-            memory_bytes=process_bytes or own_bytes,
+            memory_bytes=self._process_bytes or self._own_bytes,
             validation_loss=None if validation is None else validation.loss,
             measures=self._measures(validation),
             validation_metrics={} if validation is None else validation.metrics,
@@ -218,22 +206,32 @@ class Reporter:
             self._compiling.end_step()
         if result.note:
             self._progress.print(result.note)
-        if step == self._first_step and job.recomputation.tally is not None:
+        if is_first and job.recomputation.tally is not None:
             self._progress.print(f"each block {job.recomputation.tally.describe()}")
-        if step == self._first_step and job.fusions is not None:
+        if is_first and job.fusions is not None:
             self._progress.print(f"async tensor parallel: {job.fusions.describe()}")
-        if step == self._first_step and any_draws:
+            self.warn(job.fusions.require())
+        if is_first and self._any_draws:
             # The model did not run on "meta", so the effective plan does not say it.
             self._progress.print(
                 "plan invariance does not hold: the model draws from torch's own generators "
                 "(docs/randomness.md)"
             )
-        self._progress.update(record, of_all_ranks=is_rank() and process_bytes > 0)
+        self._progress.update(record, of_all_ranks=is_rank() and self._process_bytes > 0)
         with self._writing():
             self._after_profiled_step()
             self._after_recorded_step()
             self._draw_pipeline(step)
-        return bool(any_stops)
+
+    def _read_most(self) -> None:
+        """Agree on the peak memory of any rank, and whether a step of any has drawn numbers."""
+        world, generators = self._job.world, self._job.trainer.generators
+        draws = generators is not None and generators.has_drawn and not self._job.draws.shapes
+        own_bytes = world.peak_allocated_bytes()
+        process_bytes = peak_process_bytes() if own_bytes is None else 0
+        most = torch.tensor([own_bytes or 0, process_bytes, int(draws)])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        self._own_bytes, self._process_bytes, self._any_draws = most.tolist()
 
     def _measures(self, validation: ValidationResult | None) -> Mapping[str, float]:
         """Further figures of a validation loss; none for a loss that the job has chosen itself."""

@@ -68,7 +68,15 @@ def _like(parameter: Any, local: Tensor) -> DTensor:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], world_mesh: DeviceMesh) -> Tensor:
-    """The 2-norm of all gradients of the job, as a scalar that is the same on every rank.
+    """The 2-norm of all gradients of the job, as a scalar that is the same on every rank."""
+    squares = own_squares(parameters, world_mesh)
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+@torch.no_grad()
+def own_squares(parameters: Iterable[nn.Parameter], world_mesh: DeviceMesh) -> Tensor:
+    """This rank's part of the squared norm of all gradients, a float64 scalar.
 
     `parameters` are those of this rank's part of the model; `world_mesh` is the mesh of all ranks,
     with named axes. Low-precision gradients are squared and summed in float32.
@@ -84,11 +92,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], world_mesh: DeviceMesh) ->
     if counted:
         dtype = torch.promote_types(dtype, counted[0].dtype)
         norms = torch._foreach_norm(counted, 2, dtype=dtype)
-        squares = torch.stack(norms).square().sum().to(device)
+        squares = torch.stack(norms).square().sum().to(device, non_blocking=True)
     # Always float64, since ranks that count nothing do not know the dtype of the others.
-    squares = squares.double()
-    dist.all_reduce(squares)
-    return squares.sqrt()
+    return squares.double()
 
 
 @torch.no_grad()

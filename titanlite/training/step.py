@@ -27,7 +27,7 @@ from titanlite.training.generators import Generators
 from titanlite.training.loss import Loss, whole_loss
 from titanlite.training.metrics import Metric, ValidationResult, sums_of
 from titanlite.training.non_finite import explain_non_finite
-from titanlite.training.norm import clip_gradients, gradient_norm, reduce_partial_gradients
+from titanlite.training.norm import clip_gradients, own_squares, reduce_partial_gradients
 from titanlite.training.optimizer import base_lr
 
 
@@ -44,6 +44,8 @@ class StepResult:
     """Why the step was skipped; "" if the weights were updated."""
     auxiliary_loss: float | None = None
     """The auxiliary loss of the experts, which `loss` does not contain; None if there is none."""
+    stops: bool = False
+    """Whether any rank wants the run to stop."""
 
 
 class TiedCopies(Protocol):
@@ -111,6 +113,8 @@ class Trainer:
     """Completes the gradients that DTensor has left Partial; None: reduce_partial_gradients."""
     generators: Generators | None = None
     """Seeds the random generators before each step and each validation."""
+    wants_stop: Callable[[], bool] = bool
+    """Asked in each step; StepResult.stops is true on every rank if it is on any."""
 
     def __post_init__(self) -> None:
         self._sums = GradientSums(self.parts)
@@ -137,16 +141,21 @@ class Trainer:
         is called when the gradients are complete, before they are used.
         """
         start = time.perf_counter()
-        mean_loss, num_targets = self._compute_gradients(batches)
+        loss_sum, num_targets = self._compute_gradients(batches)
         if on_gradients is not None:
             on_gradients()
         repeated = set() if self.stages is None else set(self.stages.copies.repeated())
         counted = [parameter for parameter in self.parameters if parameter not in repeated]
-        norm = gradient_norm(counted, self.world_mesh)
+        squares = own_squares(counted, self.world_mesh)
+        stop = torch.full_like(squares, float(self.wants_stop()))
+        sums = torch.stack([loss_sum, squares, stop])
+        dist.all_reduce(sums)
+        norm = sums[1] = sums[1].sqrt()
         if self.before_update is not None:
             self.before_update()
         note = ""
-        loss, grad_norm = torch.stack([mean_loss, norm]).tolist()
+        whole_sum, grad_norm, asked = self._read(sums)
+        loss = whole_sum / num_targets
         if self.non_finite != "ignore" and not math.isfinite(loss + grad_norm):
             number = number or self.scheduler.last_epoch + 1
             note = self._refuse(batches, number, loss, grad_norm)
@@ -155,14 +164,16 @@ class Trainer:
             lr = self._update(norm)
         seconds = time.perf_counter() - start
         auxiliary = None if self.balancer is None else self.balancer.loss
-        return StepResult(loss, grad_norm, lr, num_targets, seconds, note, auxiliary)
+        return StepResult(loss, grad_norm, lr, num_targets, seconds, note, auxiliary, asked > 0)
 
     def compute_gradients(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Run the forward and backward passes of a step; returns (mean loss, number of targets)."""
-        loss, num_targets = self._compute_gradients(batches)
-        return float(loss), num_targets
+        loss_sum, num_targets = self._compute_gradients(batches)
+        (whole_sum,) = self._read(self._summed(loss_sum).unsqueeze(0))
+        return whole_sum / num_targets, num_targets
 
     def _compute_gradients(self, batches: Sequence[Batch]) -> tuple[Tensor, int]:
+        """This rank's part of the sum of losses, and the number of targets of all ranks."""
         if self.generators is not None:
             self.generators.start_step(self.scheduler.last_epoch + 1)
         num_targets = self._count_targets(batches)
@@ -182,7 +193,11 @@ class Trainer:
             self.balancer.finish()
         if self.generators is not None:
             self.generators.end_step()
-        return self._summed(loss_sum) / num_targets, num_targets
+        return loss_sum if self.is_counted else torch.zeros_like(loss_sum), num_targets
+
+    def _read(self, values: Tensor) -> list[float]:
+        """Float64 [N] as numbers, read together with the balancer's: a step's one wait."""
+        return values.tolist() if self.balancer is None else self.balancer.read(values)
 
     def _require_gradients(self) -> None:
         """Raises TitanliteError if DDP waits for a gradient that has not come.
@@ -312,7 +327,8 @@ class Trainer:
         return sums
 
     def _count_targets(self, batches: Sequence[Batch]) -> int:
-        counts = [torch.as_tensor(self.loss.count(b), device=self._device) for b in batches]
+        # Counted in the host's memory and summed by gloo, no number waits for the device.
+        counts = [torch.as_tensor(self.loss.count(b.on_host or b)) for b in batches]
         # At least one, so that a step without targets has a loss of zero instead of 0 / 0.
         return max(1, int(self._summed(torch.stack(counts).sum().double())))
 
@@ -322,7 +338,7 @@ class Trainer:
         axes = set(axes_where(batch="tokens")) & {*(self.world_mesh.mesh_dim_names or ())}
         shards = math.prod(self.world_mesh[axis].size() for axis in axes)
         # A traced step has arbitrary values.
-        return max(1, round(float(self._summed(number.double().to(self._device))) / shards))
+        return max(1, round(float(self._summed(number.double())) / shards))
 
     def _set_replica_sync(self, *, enabled: bool) -> None:
         model: Any = self.parts[0]

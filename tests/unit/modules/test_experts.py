@@ -171,7 +171,10 @@ def test_grouped_products_are_those_of_the_loop(sizes: list[int], dtype: torch.d
         torch.randn(shape, dtype=dtype, requires_grad=True) / 4
         for shape in ((E, H, D), (E, D, H), (E, H, D))
     ]
-    outputs = [swiglu(x, *weights, sizes, grouped=grouped) for grouped in (True, False)]
+    # The last four rows are dropped.
+    whole, counts = torch.cat([x, x[:4]]), torch.tensor(sizes)
+    loop = F.pad(swiglu(whole, *weights, counts, grouped=False), (0, 0, 0, 4))
+    outputs = [swiglu(whole, *weights, counts, grouped=True, drops=True), loop]
     tolerance = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(*outputs, **tolerance)
     gradients = [torch.autograd.grad(out.sum(), [x, *weights]) for out in outputs]
@@ -235,6 +238,7 @@ def test_the_bias_rises_for_experts_below_the_mean(one_rank: None) -> None:
     balancer.start(B)
     layer.tally.add(torch.tensor([1, 4, 4, 9, 4, 2]), None)
     balancer.finish()
+    assert balancer.read(torch.tensor([0.5]).double()) == [0.5]
     assert balancer.counts == {"moe": [1, 4, 4, 9, 4, 2]}
     balancer.update()
     # The mean is 4; the changes 1, 0, 0, -1, 0, 1 have a mean of 1 / 6.

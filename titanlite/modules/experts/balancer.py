@@ -6,12 +6,12 @@ Source of the bias: arXiv 2408.15664, in TorchTitan's form, whose changes have a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from titanlite.modules.experts.balance import Tally
 from titanlite.modules.experts.layer import ExpertLayer
 from titanlite.modules.names import canonical_name
 
@@ -33,8 +33,8 @@ class Balancer:
     of this rank's parts. `has_loss` says whether any layer has an auxiliary loss, and `can_drop`
     whether any has a limited capacity.
 
-    A step calls `start`, runs its forward and backward passes, calls `finish` and, before the
-    optimizer's update, `update`. Every rank of the world must call `finish`.
+    A step calls `start`, runs its forward and backward passes, calls `finish`, `read` and, before
+    the optimizer's update, `update`. Every rank of the world must call `finish`.
     """
 
     def __init__(
@@ -65,27 +65,29 @@ class Balancer:
     @torch.no_grad()
     def finish(self) -> None:
         """Sum the tallies over all ranks: a token counts on the one rank that routes it."""
-        counts = torch.zeros(sum(self.sizes.values()), dtype=torch.int64, device=self._device)
-        loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        rows = counts.split(list(self.sizes.values()))
-        for name, row in zip(self.sizes, rows, strict=True):
-            tally = self.layers[name].tally if name in self.layers else Tally()
+        sizes = [*self.sizes.values(), 1, 1]
+        self._sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
+        *rows, dropped, loss = self._sums.split(sizes)
+        self._rows = dict(zip(self.sizes, rows, strict=True))
+        for name, layer in self.layers.items():
+            tally = layer.tally
             if tally.counts is not None:
-                row.copy_(tally.counts)
+                self._rows[name].copy_(tally.counts)
+            if tally.dropped is not None:
+                dropped += tally.dropped
             if tally.loss is not None:
                 loss += tally.loss / tally.num_sequences
-        dist.all_reduce(counts)
-        self.counts = dict(zip(self.sizes, (row.tolist() for row in rows), strict=True))
-        if self.can_drop:
-            dropped = torch.zeros((), dtype=torch.int64, device=self._device)
-            for layer in self.layers.values():
-                if layer.tally.dropped is not None:
-                    dropped += layer.tally.dropped
-            dist.all_reduce(dropped)
-            self.num_dropped = int(dropped)
-        if self.has_loss:
-            dist.all_reduce(loss)
-            self.loss = float(loss)
+        dist.all_reduce(self._sums)
+
+    def read(self, others: Tensor) -> list[float]:
+        """The numbers of `others`, float64 [N]; those of `finish` are read with them."""
+        values = iter(torch.cat([others, self._sums]).tolist())
+        found = list(islice(values, len(others)))
+        self.counts = {n: [*map(round, islice(values, size))] for n, size in self.sizes.items()}
+        dropped, loss = values
+        self.num_dropped = round(dropped) if self.can_drop else None
+        self.loss = loss if self.has_loss else None
+        return found
 
     @torch.no_grad()
     def update(self) -> None:
@@ -96,9 +98,8 @@ class Balancer:
         for name, layer in self.layers.items():
             if layer.expert_bias is None or layer.bias_step is None:
                 continue
-            counts = self.counts[name]
-            total, number = sum(counts), len(counts)
-            # mean - count, times the number of experts, in integers.
-            signs = [(total > count * number) - (total < count * number) for count in counts]
-            change = layer.expert_bias.new_tensor(signs) * layer.bias_step
+            counts = self._rows[name]
+            # mean - count, times the number of experts, in whole numbers.
+            signs = (counts.sum() - counts * counts.numel()).sign()
+            change = signs.to(layer.expert_bias.dtype) * layer.bias_step
             layer.expert_bias += change - change.mean()

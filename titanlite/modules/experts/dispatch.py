@@ -76,8 +76,8 @@ class _Permute(torch.autograd.Function):
         return gradient.index_select(0, back), None, None
 
 
-Compute = Callable[[Tensor, list[int]], Tensor]
-"""(rows sorted by expert, the number of rows of each expert) -> the experts' outputs."""
+Compute = Callable[[Tensor, Tensor, list[int]], Tensor]
+"""(rows sorted by expert, the rows of each expert, the same as numbers) -> the experts' outputs."""
 
 
 class Exchange:
@@ -92,16 +92,17 @@ class Exchange:
     def __call__(self, rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:
         """The outputs of `compute`, which runs on the rank of each row's expert.
 
-        `rows` are sorted by expert, and `counts` [E] are the rows of each expert. On an expert's
-        rank its rows are sorted by source rank.
+        `rows` are sorted by expert, and `counts` [E] are the rows of each expert; rows beyond their
+        sum are left out. On an expert's rank its rows are sorted by source rank.
         """
         even = [counts.numel() // self.size] * self.size
         arriving = all_to_all(counts, even, even, self.group_name)
         by_source = arriving.view(self.size, -1)
+        own_counts = by_source.sum(0)
         sent, received, sizes = host_sizes(
-            rows.size(0), counts.view(self.size, -1).sum(1), by_source.sum(1), by_source.sum(0)
+            rows.size(0), counts.view(self.size, -1).sum(1), by_source.sum(1), own_counts
         )
-        own = _AllToAll.apply(rows, received, sent, self.group_name)
+        own = _AllToAll.apply(rows[: sum(sent)], received, sent, self.group_name)
         # From (source rank, expert) to (expert, source rank).
         number = by_source.size(1)
         each = torch.arange(number, device=rows.device).repeat(self.size)
@@ -110,7 +111,7 @@ class Exchange:
         back = torch.empty_like(order).scatter_(
             0, order, torch.arange(order.numel(), device=order.device)
         )
-        outputs = compute(_Permute.apply(own, order, back), sizes)
+        outputs = compute(_Permute.apply(own, order, back), own_counts, sizes)
         outputs = _Permute.apply(outputs, back, order)
         return _AllToAll.apply(outputs, sent, received, self.group_name)
 

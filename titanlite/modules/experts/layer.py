@@ -19,13 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.modules.experts.balance import Tally, observe, sequence_loss
 from titanlite.modules.experts.capacity import kept_slots
-from titanlite.modules.experts.dispatch import (
-    Exchange,
-    gather_back,
-    host_sizes,
-    order_slots,
-    spread,
-)
+from titanlite.modules.experts.dispatch import Exchange, gather_back, order_slots, spread
 from titanlite.modules.experts.products import swiglu
 from titanlite.modules.experts.router import Router, ScoreFunction
 
@@ -76,26 +70,25 @@ class Experts(nn.Module):
         if score_first:
             factors = weights_NK.flatten().index_select(0, order.by_expert)
             rows = (rows * factors.unsqueeze(-1)).to(x_ND.dtype)
-        num_slots = rows.size(0)
-        if kept_TBK is not None:
-            rows = rows[: sum(host_sizes(num_slots, order.counts)[0])]
         if self.exchange is not None:
             outputs = self.exchange(rows, order.counts, self._compute)
         else:
-            outputs = self._compute(rows, host_sizes(rows.size(0), order.counts)[0])
+            outputs = self._compute(rows, order.counts, drops=kept_TBK is not None)
         if kept_TBK is not None:
-            outputs = F.pad(outputs, (0, 0, 0, num_slots - rows.size(0)))
+            outputs = F.pad(outputs, (0, 0, 0, rows.size(0) - outputs.size(0)))
         y_NKD = gather_back(outputs, order).unflatten(0, chosen_NK.shape)
         if not score_first:
             y_NKD = y_NKD * weights_NK.unsqueeze(-1)
         return y_NKD.sum(1).to(x_TBD.dtype).view_as(x_TBD)
 
-    def _compute(self, rows: Tensor, sizes: list[int]) -> Tensor:
+    def _compute(
+        self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None, drops: bool = False
+    ) -> Tensor:
         w1, w2, w3 = (
             weight.to_local() if isinstance(weight, DTensor) else weight
             for weight in (self.w1, self.w2, self.w3)
         )
-        return swiglu(rows, w1, w2, w3, sizes, grouped=self.grouped)
+        return swiglu(rows, w1, w2, w3, counts, sizes=sizes, drops=drops, grouped=self.grouped)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}"
@@ -183,7 +176,7 @@ class ExpertLayer(nn.Module):
             # Positions that restart at documents are no numbers in a sequence.
             each = torch.arange(x_TBD.size(0) * number, device=x_TBD.device)
             places = positions if positions.ndim == 1 else each
-        return places.to(x_TBD.device).unflatten(0, (number, -1))[index]
+        return places.unflatten(0, (number, -1))[index]
 
     def _slots(self, x_TBD: Tensor, positions: Tensor) -> Tensor:
         """Slot numbers [T, B, K] that count the slots of each sequence from 0."""

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanlite.modules.experts.dispatch import host_sizes
+from titanlite.modules.shards import ContiguousGradient
+
 # Bytes: torch._grouped_mm refuses operands whose strides are no multiple of it.
 ALIGNMENT = 16
 
@@ -21,29 +24,41 @@ def swiglu(
     w1: Tensor,
     w2: Tensor,
     w3: Tensor,
-    sizes: Sequence[int],
+    counts: Tensor,
     *,
+    sizes: Sequence[int] | None = None,
+    drops: bool = False,
     grouped: bool | None = None,
 ) -> Tensor:
     """w2 (silu(w1 x) * w3 x) for each row of x [N, D], with the weights of the row's expert.
 
-    w1 and w3 are [E, H, D], w2 is [E, D, H]. Rows are sorted by expert; `sizes` are the rows of
-    each expert, and add up to N. `grouped` chooses grouped products or a loop over experts; by
-    default the faster one for these operands.
+    w1 and w3 are [E, H, D], w2 is [E, D, H]. Rows are sorted by expert; `counts` [E] are the rows
+    of each expert, and add up to N. With `drops` they may add up to less; of the rows beyond, the
+    outputs are zero or left out. `grouped` chooses grouped products, which do not read `counts`, or
+    a loop over experts, which takes `sizes`, the counts as numbers, or reads them; by default the
+    faster one for these operands.
     """
     if grouped is None:
         grouped = prefers_grouped(x, w1)
     if not grouped:
+        sizes = list(sizes or host_sizes(x.size(0), counts)[0])
         parts = [
             F.linear(F.silu(F.linear(rows, up)) * F.linear(rows, gate), down)
             for rows, up, down, gate in zip(
-                x.split(list(sizes)), w1.unbind(), w2.unbind(), w3.unbind(), strict=True
+                x[: sum(sizes)].split(sizes), w1.unbind(), w2.unbind(), w3.unbind(), strict=True
             )
         ]
         return torch.cat(parts)
-    ends = torch.tensor(list(sizes), device=x.device).cumsum(0).to(torch.int32)
-    h = F.silu(_grouped(x, w1, ends)) * _grouped(x, w3, ends)
-    return _grouped(h, w2, ends)
+    ends = counts.cumsum(0).to(torch.int32)
+
+    def kept(rows: Tensor) -> Tensor:
+        # The kernel writes neither the outputs nor the gradients of rows beyond the last end.
+        each = torch.arange(rows.size(0) if drops else 0, device=rows.device)
+        return rows.masked_fill((each >= ends[-1]).unsqueeze(-1), 0) if drops else rows
+
+    x = kept(x)
+    h = kept(F.silu(_grouped(x, w1, ends)) * _grouped(x, w3, ends))
+    return kept(_grouped(h, w2, ends))
 
 
 def prefers_grouped(x: Tensor, w1: Tensor) -> bool:
@@ -54,16 +69,5 @@ def prefers_grouped(x: Tensor, w1: Tensor) -> bool:
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return _ContiguousGradient.apply(torch._grouped_mm(x, weight.mT, offs=ends))
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """The identity; torch._grouped_mm refuses gradients that are expanded."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
+    # torch._grouped_mm refuses gradients that are expanded.
+    return ContiguousGradient.apply(torch._grouped_mm(x, weight.mT, offs=ends))

@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.errors import TitanliteError
 from titanlite.parallelize.plan import ParallelPlan, match_modules
 from titanlite.parallelize.tensor_parallel.styles import GatherColwise, RingStyle, RowwiseLocal
 from titanlite.ranks import settings
@@ -139,15 +138,13 @@ class Fusions:
         listed = ", ".join(f"{count} {what}" for what, count in self.counts().items())
         return f"pairs fused on symmetric memory in the graphs that equal blocks share: {listed}"
 
-    def require(self) -> None:
-        """Raises TitanliteError if nothing was fused, so that nothing overlaps."""
-        if not any(self.counts().values()):
-            raise TitanliteError(
-                "parallelism.enable_async_tensor_parallel: inductor found no all-gather with a "
-                "matrix product, and no matrix product with a reduce-scatter, that it can fuse on "
-                "symmetric memory; set it to false, or set "
-                'parallelism.async_tensor_parallel_backend = "ring"'
-            )
+    def require(self) -> str:
+        """A warning of the pairs of which inductor has fused none, so that they do not overlap."""
+        missing = ", no ".join(what for what, count in self.counts().items() if not count)
+        return missing and (
+            f"parallelism.enable_async_tensor_parallel: inductor fused no {missing}, so these wait "
+            'for communication; to overlap all, set async_tensor_parallel_backend = "ring"'
+        )
 
 
 class _CountFusions(CustomGraphPass):

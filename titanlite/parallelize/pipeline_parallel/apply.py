@@ -14,6 +14,7 @@ import copy
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.distributed.pipelining.schedules import (
 from titanlite.errors import TitanliteError, user_line
 from titanlite.modules.attention.documents import noted
 from titanlite.modules.batch import PASSES_ON, Batch, asked_for, call_model, join
+from titanlite.modules.shards import ContiguousGradient
 from titanlite.parallelize.pipeline_parallel.stage_copies import StageCopies
 from titanlite.schedule import Schedule
 from titanlite.schedule.actions import COMPUTE_KINDS
@@ -142,23 +144,11 @@ def _counts_over(function: Callable[..., Any], leaf: str) -> str:
     return ""
 
 
-class _ContiguousGradient(torch.autograd.Function):
-    """The identity, with a gradient that can be sent."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
-
-
 def _send_contiguous(part: nn.Module, *, is_first: bool, is_last: bool) -> None:
     """Make what a stage sends contiguous, since P2P messages must be: its output and gradient."""
 
     def of_input(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(_ContiguousGradient.apply(x) if x.is_floating_point() else x for x in inputs)
+        return tuple(ContiguousGradient.apply(x) if x.is_floating_point() else x for x in inputs)
 
     def of_output(_: nn.Module, __: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -198,10 +188,8 @@ class _Stage(PipelineStage):
     reduces_over_replicas = True
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # At the first step, torch 2.11 sends a message between neighbouring stages, which NCCL
-        # needs. In a V-shaped schedule both may be on one rank, and gloo cannot send to itself.
-        parent: Any = super()
-        return [] if self.device.type == "cpu" else parent._get_init_p2p_neighbors_ops()
+        # open_pairs has done it; here, a rank of a V-shaped schedule would send to itself.
+        return []
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
         """No check: torch 2.11 compares even strides of size-1 dimensions and last outputs."""
@@ -222,6 +210,30 @@ class _Stage(PipelineStage):
             super().perform_reduce_grad(grad_scale_factor)
         finally:
             del part.set_requires_gradient_sync
+
+
+def open_pairs(
+    group: dist.ProcessGroup, stage_to_rank: Sequence[int], device: torch.device
+) -> None:
+    """Send a number between the ranks of neighbouring stages; every rank of `group` must call this.
+
+    NCCL makes a communicator of two ranks at their first message, and that of the group at its
+    first batch of sends and receives, here and not within a schedule (torch's `_warmup_p2p`).
+    """
+    rank, batch = dist.get_rank(group), []
+    for pair in sorted({(min(pair), max(pair)) for pair in pairwise(stage_to_rank)}):
+        if rank not in pair or pair[0] == pair[1]:
+            continue
+        own, other = torch.zeros(2, 1, device=device).unbind()
+        peer = sum(pair) - rank
+        if rank < peer:
+            dist.send(own, group=group, group_dst=peer)
+        else:
+            dist.recv(other, group=group, group_src=peer)
+        batch.append(dist.P2POp(dist.isend, own, group=group, group_peer=peer))
+        batch.append(dist.P2POp(dist.irecv, other, group=group, group_peer=peer))
+    for work in dist.batch_isend_irecv(batch) if batch else ():
+        work.wait()
 
 
 @torch.no_grad()
@@ -345,6 +357,8 @@ class PipelineRunner:
             part.register_forward_pre_hook(_note_microbatch, with_kwargs=True)
         self.stages = [self._make_stage(stage) for stage in self._parts]
         self._schedule = self._make_schedule(from_table)
+        if "nccl" in dist.get_backend(self.group):
+            open_pairs(self.group, schedule.stage_to_rank, self._device)
 
     @property
     def numbers(self) -> Sequence[int]:

@@ -236,8 +236,9 @@ class _FewerBlocks:
 
 
 def _balance_bytes(model: nn.Module) -> int:
-    """The bytes of the numbers of slots of all experts, which a step sums over all ranks."""
-    return sum(8 * layer.num_experts for layer in expert_layers([model]).values())
+    """The bytes of the sums of a Balancer: each expert's slots, dropped slots, and the loss."""
+    num_experts = sum(layer.num_experts for layer in expert_layers([model]).values())
+    return 8 * (num_experts + 2)
 
 
 def _look(module: nn.Module) -> tuple[Any, ...]:

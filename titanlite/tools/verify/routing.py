@@ -117,11 +117,11 @@ def _recorded(job: Job, layer: ExpertLayer, found: RoutingOfStep) -> Iterator[No
             last = min(layer.top_k, layer.num_experts - 1)
             found.margins.append((values[..., last - 1] - values[..., last]).cpu())
 
-    def count(rows: Tensor, sizes: list[int]) -> Tensor:
+    def count(rows: Tensor, counts: Tensor, *sizes: list[int], **how: bool) -> Tensor:
         if not _is_recomputed():
-            for index, size in enumerate(sizes):
+            for index, size in enumerate(counts.tolist()):
                 found.rows[first + index] += size
-        outputs: Tensor = compute(rows, sizes)
+        outputs: Tensor = compute(rows, counts, *sizes, **how)
         return outputs
 
     hook = layer.router.register_forward_hook(keep)

@@ -389,4 +389,4 @@ def test_a_step_of_a_job_reads_the_device_once_before_its_backward_pass_ends(
     """The number of targets, by which the loss is divided; then the loss and the norm together."""
     for early, found in spawn(reads_of_a_step, 2, degrees, threads=True):
         assert early == ["item() in _count_targets"]
-        assert found == ["item() in _count_targets", "tolist() in step"]
+        assert found == ["item() in _count_targets", "tolist() in _read"]
