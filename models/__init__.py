@@ -1,7 +1,5 @@
 """The models by name; spec.py says what a model is made of."""
 
-from __future__ import annotations
-
 from titanlite.models.spec import ModelSpec
 from titanlite.registry import MODELS
 

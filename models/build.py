@@ -1,7 +1,5 @@
 """Build a registered model: the plain nn.Module, its plan, its initial values and its counts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -9,8 +9,6 @@ A folder may be one that transformers wrote, or another program, so it is read a
 files that have plain names.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Each returns a list of (key, "what is wrong; what to do"), as `problems` of a configuration does.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -49,8 +49,6 @@ A model outside this package registers itself: `[experimental] custom_import = "
 imports a module that calls `titanlite.register_model(...)`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping

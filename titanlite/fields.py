@@ -1,7 +1,5 @@
 """The building blocks of the schema: key(), field types, marks for missing features, and checks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar

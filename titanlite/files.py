@@ -5,8 +5,6 @@ a file of a checkpoint, a schedule or a log opens it here: only regular files ar
 size is limited. `hold` locks a file or folder that only one run may write to.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -7,8 +7,6 @@ This module combines configuration, mesh, model, parallelize steps, data and tra
 verification, sampling and benchmarks all run on a Job.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence

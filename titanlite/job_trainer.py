@@ -1,7 +1,5 @@
 """The trainer of a job: this rank's parts of the model with optimizer, scheduler and loss."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial

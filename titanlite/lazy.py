@@ -7,8 +7,6 @@ imports the same names for type checkers and editors. These would take any name 
 whose source they find a `__getattr__`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from importlib import import_module

@@ -4,8 +4,6 @@ cloudpickle 3.1.3 replaces that name by "<dynamic-code>". An error on a rank the
 its traceback shows no lines. Functions of a notebook or of a script can be sent too.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import sys

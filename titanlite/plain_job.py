@@ -6,8 +6,6 @@ Everything here is the same on every rank. What is random in the model, what is 
 token costs are found here, on "meta".
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

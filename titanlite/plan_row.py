@@ -1,7 +1,5 @@
 """One row of the effective plan, which every parallelize step returns; torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

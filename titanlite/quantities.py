@@ -1,7 +1,5 @@
 """Human-readable quantities, 12.3k, 1.50 GiB, 1.23 ms, 0:04:10, of three digits."""
 
-from __future__ import annotations
-
 import math
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}

@@ -7,8 +7,6 @@ Call these functions from a module that `experimental.custom_import` names, or f
 but then the registering module has to import what it is made of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 

@@ -3,8 +3,6 @@
 register.py has the functions that enter what is a user's own, and imports what is built in.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping

@@ -5,8 +5,6 @@ The command is train.py at the top of the repository, or `titanlite train FILE`;
 started by torchrun, is used as it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator, Sequence

@@ -9,8 +9,6 @@ more is sent only if some differ. On GPUs, equal computations may round differen
 are compared within rounding, and a difference is a warning, unless debug.deterministic is set.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

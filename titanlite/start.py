@@ -3,8 +3,6 @@
 All checks run before any rank starts; torch is imported only for those that look at the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

@@ -4,8 +4,6 @@ The flavors are GPT-2's four sizes, and those of two of Megatron-LM's papers by 
 parameters: 1.2B to 8.3B (arXiv 1909.08053, table 2) and 1.7B to 1008B (arXiv 2104.04473, table 1).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

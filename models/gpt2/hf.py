@@ -3,8 +3,6 @@
 Its Conv1D layers store weights as [in, out], and c_attn joins q, k and v.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ Shape suffixes: B sequences, T tokens, D model width, H heads, E head width, V v
 shard of a dimension has the same letter.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

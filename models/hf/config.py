@@ -8,8 +8,6 @@ config_class = "LlamaConfig"            # a class of transformers
 values = { hidden_size = 256, num_hidden_layers = 4 }
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The blocks are the list of modules in the base model, and the tensor-parallel st
 configuration's `base_model_tp_plan`. `missing` says what a plan needs and a model lacks.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

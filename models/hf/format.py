@@ -3,8 +3,6 @@
 GPT-2's joined projection is kept here as [in, 3, out] (model.py), and stored as [in, 3 x out].
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """How the models of models/hf are sharded: GPT-2 by a table, others by families.py."""
 
-from __future__ import annotations
-
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel

@@ -4,8 +4,6 @@ They compute on local shards, like those of parallelize/styles.py. Activations b
 replicated over the ranks, except between a column-wise and a row-wise layer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

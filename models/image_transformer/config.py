@@ -1,7 +1,5 @@
 """Sizes and flavors of the image transformer, and checks of its sharding; torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

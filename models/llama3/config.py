@@ -7,8 +7,6 @@ begin with `moe_` are TorchTitan's `moe_args`, and what its llama4 and deepseek_
 blocks have experts, and how wide these are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 

@@ -9,8 +9,6 @@ attention (MLA). The rows of wq and wk have another order in folders: here featu
 a head are a rotary pair, there i and head_dim / 2 + i.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

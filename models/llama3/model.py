@@ -11,8 +11,6 @@ Shape suffixes: B sequences, T tokens, D model width, H query heads, K key/value
 width, V vocabulary; a local shard of a dimension has the same letter.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

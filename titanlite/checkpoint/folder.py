@@ -4,8 +4,6 @@ A checkpoint is written under a temporary name, and renamed when all of it is on
 run leaves only folders with temporary names, and `clean` removes them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

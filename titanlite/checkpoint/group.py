@@ -3,8 +3,6 @@
 It is separate from training's, so a background save never interleaves with training's collectives.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from datetime import timedelta

@@ -5,8 +5,6 @@ save_model_files   the weights of a job, whether its model has a Hugging Face fo
 companions         tokenizer and generation settings, to be copied from another folder
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence

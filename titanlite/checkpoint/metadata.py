@@ -5,8 +5,6 @@ behavior that only stores its arguments; any other name is refused. DCP's own ob
 from the placeholders, after every value has been checked.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Mapping

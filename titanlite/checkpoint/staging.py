@@ -1,7 +1,5 @@
 """Staging: the copy in CPU memory from which a background save writes while training goes on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 start_from chooses and loads; problem_of validates a checkpoint; load_weights loads only weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

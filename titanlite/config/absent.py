@@ -4,8 +4,6 @@ The key that turns a feature on (`enable`, or model.converters for [quantize]) i
 that only configure the feature are accepted: without it they have no effect in TorchTitan either.
 """
 
-from __future__ import annotations
-
 from pydantic import NonNegativeInt, PositiveInt
 
 from titanlite.fields import Inert, NotYet, Section, Values, key

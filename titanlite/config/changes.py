@@ -1,7 +1,5 @@
 """Find the keys that changed between a checkpoint's job and this one; torch-free."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of the keys of [checkpoint] against each other and the model; torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -5,8 +5,6 @@ that it reads has an invalid value or is not known yet: until the number of rank
 degree of -1 is unknown. The checks' docstrings are listed in docs/configuration.md.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Check that a data set exists and fits the model; torch-free."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

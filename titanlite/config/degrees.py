@@ -1,7 +1,5 @@
 """The degree of every mesh axis for a number of ranks: resolves -1, explains a mismatch."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

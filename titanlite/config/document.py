@@ -1,7 +1,5 @@
 """The schema as text: --help, and a whole configuration as TOML."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shutil

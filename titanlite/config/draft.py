@@ -1,7 +1,5 @@
 """A job while it is checked; torch-free."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

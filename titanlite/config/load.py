@@ -1,7 +1,5 @@
 """Read a job from a TOML file and the command line, and collect every mistake in it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import difflib

@@ -1,7 +1,5 @@
 """Find the model that [model] names, and resolve its sizes; torch-free."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

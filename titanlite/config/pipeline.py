@@ -5,8 +5,6 @@
 A job without a valid plan is refused; otherwise the job is built from this plan.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import itertools

@@ -1,7 +1,5 @@
 """Turn pydantic's errors into messages `section.key: what is wrong; what to do`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@
 Training, verification, sampling and drawing all start from it. Torch-free.
 """
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Parse TOML on every supported Python version, and format values as TOML."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Sequence

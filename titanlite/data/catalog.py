@@ -1,7 +1,5 @@
 """The data sets by name. Needs no torch, so errors in a job are found before anything starts."""
 
-from __future__ import annotations
-
 from titanlite.data.images.spec import CIFAR10, DIGITS, PHOTOS, SYNTHETIC
 from titanlite.data.text.spec import (
     C4,

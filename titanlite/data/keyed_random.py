@@ -4,8 +4,6 @@ Sample 10,007 of a data set must be the same on every rank, in every plan and af
 random numbers therefore have no state: each (seed, index) is a Philox counter stream of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

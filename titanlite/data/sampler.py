@@ -4,8 +4,6 @@ Step n of a run reads samples [n * G, (n + 1) * G) of its data set, where G is t
 size. The plan only determines which rank reads which samples, and in how many microbatches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A finite data set held in memory and read in epochs."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """The device mesh of a plan: one process group per axis, and the sub-mesh of each parallelism."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.distributed as dist

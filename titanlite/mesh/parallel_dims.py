@@ -5,8 +5,6 @@ along an axis share and what they split. Which data a rank reads, whose loss cou
 axes weights are sharded or replicated all follow from it.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -6,8 +6,6 @@ they hold different shards, and equal ones where they hold the same activation. 
 functions of the sample (keyed.py) or of the token (dropout.py) are no draws.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

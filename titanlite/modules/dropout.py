@@ -6,8 +6,6 @@ module, token, feature) decides whether an element is dropped. Each rank compute
 own part without communication, and recomputation gives the masks of the forward pass.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -8,8 +8,6 @@ parameter with `sum_gradient`, and the step of training sums its gradient with `
 A mark belongs to the module that owns the parameter, since FSDP2 replaces the parameter itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 

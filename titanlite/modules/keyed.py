@@ -7,8 +7,6 @@ they are functions of the job's seed and of the number of the sample in the run,
 new ones. The generator is "squares" (Widynski 2020, arXiv 2004.06278).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

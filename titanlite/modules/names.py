@@ -1,7 +1,5 @@
 """Canonical names: the name of a module or parameter in the plain model, the same in every plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # The parts that titanlite's own steps insert: activation checkpointing and torch.compile.

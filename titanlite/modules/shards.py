@@ -1,7 +1,5 @@
 """The tensors of a rank by name, and conversion between whole tensors and shards."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, TypeVar
 

@@ -5,8 +5,6 @@ in every comparison. Each step of parallelize keeps all names on one parameter. 
 have different names of it hold copies instead (parallelize/stage_copies.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import nn

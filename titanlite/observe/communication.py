@@ -5,8 +5,6 @@ pipeline schedule, FSDP2, DTensor, compiled code. Only these ranges are recorded
 fast as without the profiler.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

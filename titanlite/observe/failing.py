@@ -1,7 +1,5 @@
 """On a rank: an exception of a step gets the module that raised it, its inputs and plan entry."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import traceback

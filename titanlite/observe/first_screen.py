@@ -8,8 +8,6 @@ A run prints it in brief, unless metrics.verbose is set, and writes all of it to
 is plain values; run_facts.py derives the facts from a job.
 """
 
-from __future__ import annotations
-
 import io
 import textwrap
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """A drawing of the mesh in plain ASCII: the position of each rank on the axes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Also computes peak memory and model FLOP/s utilization for known GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

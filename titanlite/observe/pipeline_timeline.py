@@ -5,8 +5,6 @@ stage, and the sends, receives, gathers and reductions of the same run (communic
 remaining time is the bubble.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Sequence

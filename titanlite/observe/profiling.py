@@ -3,8 +3,6 @@
 Both write one file per rank to {folder}/iteration_N/.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 The steps in titanlite/parallelize report the parallel features.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

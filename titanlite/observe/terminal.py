@@ -1,7 +1,5 @@
 """Whether a stream is a terminal, its colours and its width: for live or plain output."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -4,8 +4,6 @@ A job's arguments come from its configuration, which is already checked. Argumen
 not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """Apply the steps that a job asks for, to a model or to the stages of a pipeline."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace

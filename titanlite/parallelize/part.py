@@ -1,7 +1,5 @@
 """What a step gets, and what it does: the model or pipeline stage with what it needs of the job."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

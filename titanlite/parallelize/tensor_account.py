@@ -8,8 +8,6 @@ gradient over that axis: FSDP2, DDP, DTensor, or the step. A tensor without an a
 before it trains. self_check.py compares the copies that must be equal according to the account.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -9,8 +9,6 @@ torch's older profiler reports what the thread that it is on for allocates and r
 record of operators off, that costs some microseconds an operator.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

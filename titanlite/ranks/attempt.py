@@ -5,8 +5,6 @@ addresses and old alarms. A new prefix per attempt separates them. An agent's re
 serve as that prefix, since agents count differently.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from typing import Any

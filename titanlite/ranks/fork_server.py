@@ -3,8 +3,6 @@
 This module does not import torch. What the fork server imports is in titanlite/preload.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver

@@ -9,8 +9,6 @@ waits in any operation that needs a value from the GPU, such as `.item()`, or th
 queue full; only the recorder shows that the GPU waits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import linecache

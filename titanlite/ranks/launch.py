@@ -6,8 +6,6 @@ torch once and never runs an operation, so forking it is always safe; every rank
 Functions are sent with cloudpickle, so functions defined in a notebook work too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -4,8 +4,6 @@ All code that starts ranks calls `check_local_ranks`, and training also `check_l
 number of ranks that torchrun starts is not limited: its command line gives it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

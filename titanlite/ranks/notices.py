@@ -1,7 +1,5 @@
 """Notices: one rank of each machine prints why its ranks end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -5,8 +5,6 @@ numbers and nothing fails. The flight recorder holds the line of code of each ca
 compare their calls at each step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

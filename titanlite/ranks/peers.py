@@ -1,7 +1,5 @@
 """Peers: the ranks of a process group, which agree on values, results and errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -6,8 +6,6 @@ it, and so does whatever builds one job after another in a world. When a job is 
 `start_settings` sets what the job may not mention; the steps then set what it asks for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging

@@ -11,8 +11,6 @@ threads of gloo, which take the GIL to free a tensor, make a new state each time
 second, it crashed three of four processes within a minute; 3.10, 3.12 and 3.13 did not crash.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

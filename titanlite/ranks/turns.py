@@ -8,8 +8,6 @@ takes the same turns, a debugger stops the whole world, and a world in which no 
 known at that moment, without a timeout. This module does not import torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import heapq
 import itertools

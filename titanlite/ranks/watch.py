@@ -6,8 +6,6 @@ state to the store (account.py). The rank that raised the alarm writes the repor
 all ranks end, even if their main threads are blocked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -3,8 +3,6 @@
 `walk` runs the actions of a schedule on it, and the planner those of a composed step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ Each generator returns the compute actions of one rank, without idle steps. Wher
 not part of a schedule; they come from a real run or from `titanlite.tools.simulate`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import gc

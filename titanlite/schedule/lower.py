@@ -5,8 +5,6 @@ backward, and a send and a receive for every edge between ranks. Each pass gives
 as its counterpart in `torch.distributed.pipelining`, in time linear in the number of actions.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from titanlite.schedule.actions import (

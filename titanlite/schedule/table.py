@@ -4,8 +4,6 @@ A row is a rank and a cell is an action. A table may hold only compute actions, 
 too. Empty cells are idle steps; they are dropped, because each action waits for its inputs anyway.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from pathlib import Path

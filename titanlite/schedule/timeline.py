@@ -5,8 +5,6 @@ real run. tools/figures draws it, and trace.py exports it as a trace;
 neither depends on where it came from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

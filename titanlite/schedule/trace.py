@@ -1,7 +1,5 @@
 """A timeline as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing."""
 
-from __future__ import annotations
-
 import json
 
 from titanlite.schedule.timeline import LANES, NAMES, Span, Timeline

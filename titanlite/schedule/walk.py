@@ -4,8 +4,6 @@
 the work that is missing. `walk` returns the times of a schedule that runs, for drawing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from titanlite.schedule.actions import (

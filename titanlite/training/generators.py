@@ -3,8 +3,6 @@
 Nothing of them has to be saved: a resumed run draws what the uninterrupted one draws.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ rank keeps its shard. DTensor's own random operators would give every shard the 
 Any other model is built whole on the CPU, once per machine, and each rank copies its shards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -4,8 +4,6 @@ A metric is a function of a model's outputs and a batch that returns (sum, count
 sum over the whole validation set divided by the count, so it does not depend on the plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

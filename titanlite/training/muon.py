@@ -7,8 +7,6 @@ The N ranks are those of one mesh axis that shards the matrices. If other axes s
 ranks gather the matrix and compute it together; replicas of a matrix each compute it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence

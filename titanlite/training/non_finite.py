@@ -5,8 +5,6 @@ a hook on each module, uncompiled so that the hooks see inside compiled blocks. 
 combine what each saw first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ only if it is rank 0 on every axis over which the parameter is replicated. One a
 world then covers every mesh and every pipeline stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The optimizer and its learning-rate schedule, with TorchTitan's keys."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ prevents this: it accepts only the names needed for an array's bytes and shape.
 Source of the formats: A. Krizhevsky, https://www.cs.toronto.edu/~kriz/cifar.html
 """
 
-from __future__ import annotations
-
 import _codecs
 import pickle
 from pathlib import Path

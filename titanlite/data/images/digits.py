@@ -4,8 +4,6 @@ Every sixth image is held out for validation, so both splits cover the whole fil
 Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI repository, 1998.
 """
 
-from __future__ import annotations
-
 import gzip
 from typing import Any
 

@@ -4,8 +4,6 @@ The import takes over a second of CPU time on every rank, most of it for scipy; 
 takes milliseconds.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Validation reads fixed tiles of the left fifth of each half of each picture; tra
 crops of the rest. No pixel is in both, and two strips per picture resemble the rest well enough.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

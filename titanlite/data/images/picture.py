@@ -3,8 +3,6 @@
 Uses matplotlib without pyplot, which would keep global state and look for a display.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

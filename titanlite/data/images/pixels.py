@@ -4,8 +4,6 @@ A token is a pixel value of one channel. A sequence is ordered channel -> row ->
 image is its whole red plane, then green, then blue (the order of the CIFAR-10 files).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from titanlite.errors import ConfigError

@@ -6,8 +6,6 @@ A pixel value is a token: an image is a sequence of height x width x channels to
 plain sequence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Each image is a triangle wave along a random direction, with one phase per chann
 determine the following ones, so a model's loss falls far below ln(vocab_size).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Build a text data set: find its tokens, choose the part of a split, and pack it."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -4,8 +4,6 @@ A document is an iterable of pieces of text, so that a file of many gigabytes is
 Files of a folder are read in the order of their paths.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import gzip

@@ -6,8 +6,6 @@ of seed and index; nothing is streamed. HF_HUB_OFFLINE, HF_HOME and the other va
 package apply.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

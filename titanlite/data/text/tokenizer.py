@@ -4,8 +4,6 @@ Bytes are the default and need no file. Any other vocabulary comes from a `token
 the package `tokenizers`.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

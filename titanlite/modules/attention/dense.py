@@ -4,8 +4,6 @@ Shapes: B batch, H query heads, K key/value heads (H a multiple of K), T queries
 size.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -5,8 +5,6 @@ is noted on the new tensor; all layers and passes of a microbatch share what is 
 without a note is read once. Shapes: c ranks that share B sequences, T tokens of a rank.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property

@@ -10,8 +10,6 @@ each microbatch runs once. So tokens are counted, and the auxiliary loss gets it
 Source of the loss: arXiv 2412.19437, equations 17 to 20.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Source of the bias: arXiv 2408.15664, in TorchTitan's form, whose changes have a mean of zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from itertools import islice
 

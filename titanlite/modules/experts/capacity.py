@@ -6,8 +6,6 @@ microbatch size and no rounding error changes which slots are dropped.
 Source of the limit: Switch Transformer, arXiv 2101.03961, there per batch and rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

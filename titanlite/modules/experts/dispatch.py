@@ -7,8 +7,6 @@ in the backward pass too, so no sum depends on the order in which threads or ran
 With expert parallelism, an Exchange sends each slot to the rank that holds its expert, and back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

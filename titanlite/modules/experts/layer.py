@@ -10,8 +10,6 @@ Shapes: T tokens, B sequences, D model width, H hidden width of an expert, E exp
 token.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ torch._grouped_mm multiplies all experts' tokens in one call. It has no float64,
 are multiples of 16 bytes. On CPU it is slower than the loop in float32, and faster in bfloat16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

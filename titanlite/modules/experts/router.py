@@ -6,8 +6,6 @@ chosen in the order of their numbers, so the choice does not depend on the kerne
 Shapes: T tokens, B sequences, D model width, E experts, K experts per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 

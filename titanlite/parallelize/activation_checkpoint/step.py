@@ -1,7 +1,5 @@
 """Activation checkpointing as a step: its row of the effective plan."""
 
-from __future__ import annotations
-
 from titanlite.parallelize.activation_checkpoint.apply import apply_ac
 from titanlite.parallelize.part import FeatureStep, Part
 from titanlite.parallelize.plan import find_blocks

@@ -5,8 +5,6 @@ inductor's micro-pipeline pass replaces each all-gather and its product, and eac
 reduce-scatter, by one fused operator where it can; `Fusions` counts these operators.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping

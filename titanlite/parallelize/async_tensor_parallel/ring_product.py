@@ -13,8 +13,6 @@ Source: S. Wang et al., Overlap Communication with Dependent Computation via Dec
 (https://doi.org/10.1145/3567955.3567959).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

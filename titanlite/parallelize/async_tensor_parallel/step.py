@@ -1,7 +1,5 @@
 """Async tensor parallelism as a step: its row of the effective plan."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

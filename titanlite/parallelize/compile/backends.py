@@ -1,7 +1,5 @@
 """Which backends torch.compile has; torch is imported only for one that is not in BACKENDS."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from titanlite.errors import one_of, quote, suggest

@@ -1,7 +1,5 @@
 """torch.compile as a step: its row of the effective plan."""
 
-from __future__ import annotations
-
 from titanlite.parallelize.compile.apply import apply_compile
 from titanlite.parallelize.part import FeatureStep, Part
 from titanlite.plan_row import PlanRow

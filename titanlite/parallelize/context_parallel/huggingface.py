@@ -6,8 +6,6 @@ a layout such as headtail, a rank's positions are not consecutive, and transform
 each jump for the start of another document (`find_packed_sequence_indices`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

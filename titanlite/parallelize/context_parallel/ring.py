@@ -15,8 +15,6 @@ Sources: Ring Attention (arXiv 2310.01889), pass-KV (arXiv 2411.01783).
 Shapes: B batch, H query heads, K key/value heads, T local tokens, E head size; kv [2, B, S, K, E].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Context parallelism as a step: its row of the effective plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from titanlite.modules.attention import explain_choice

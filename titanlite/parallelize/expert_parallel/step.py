@@ -1,7 +1,5 @@
 """Expert parallelism as a step: its row of the effective plan."""
 
-from __future__ import annotations
-
 from titanlite.modules.experts import expert_layers
 from titanlite.parallelize.expert_parallel.apply import apply_ep
 from titanlite.parallelize.part import FeatureStep, Part

@@ -7,8 +7,6 @@ It uses FSDP2's extension points `fsdp_pre_all_gather` and `fsdp_post_all_gather
 themselves stay in full precision, so the optimizer and checkpoints see no float8.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Float8 as a step: its row of the effective plan, its check of a model, and its gathers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -4,8 +4,6 @@ On import torchao logs libraries built for other machines and a deprecation in t
 concerns a job.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from types import ModuleType

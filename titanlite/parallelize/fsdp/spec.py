@@ -1,7 +1,5 @@
 """Data parallelism: weights sharded by FSDP2, or replicated by FSDP2 or DDP; torch-free."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import PositiveInt

@@ -1,7 +1,5 @@
 """Data parallelism as a step: FSDP2 or DDP, and the row of the effective plan."""
 
-from __future__ import annotations
-
 from titanlite.mesh.parallel_dims import axes_where
 from titanlite.parallelize.fsdp.apply import apply_fsdp
 from titanlite.parallelize.part import DTYPES, FeatureStep, Part

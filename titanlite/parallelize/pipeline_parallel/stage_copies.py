@@ -9,8 +9,6 @@ as in a V, only the first has a gradient and is updated; the others take over it
 forward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensor parallelism as a step: its row of the effective plan."""
 
-from __future__ import annotations
-
 from titanlite.parallelize.part import FeatureStep, Part
 from titanlite.parallelize.plan import match_modules
 from titanlite.parallelize.tensor_parallel.apply import apply_tp
