@@ -1,7 +1,5 @@
 """`titanlite COMMAND ...`: find the command and import only the modules it needs."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys
@@ -186,7 +184,7 @@ def completion(arguments: Sequence[str]) -> int:
     return int(tool.show(arguments, COMMANDS, main))
 
 
-def tools() -> Tools:
+def tools() -> "Tools":
     """What the commands hand to a run: the planner, and what draws its pictures."""
     from titanlite.start import Tools
 

@@ -5,8 +5,6 @@ which context parallelism can replace; a pipeline stage has a forward that skips
 not have; and GPT-2's joined projection has a dimension for q, k and v, so that each can be sharded.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +92,7 @@ def _attend(
     return attention(q, k, v, scale=scaling, documents=documents).transpose(1, 2), None
 
 
-def inputs(batch: Batch) -> dict[str, Any]:
+def inputs(batch: "Batch") -> dict[str, Any]:
     """The arguments of forward besides the tokens."""
     positions = batch.positions
     found = {"position_ids": positions.view(-1, positions.size(-1)), "use_cache": False}

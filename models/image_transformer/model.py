@@ -11,8 +11,6 @@ Shape suffixes: B images, T tokens, D model width, H query heads, K key/value he
 F feed-forward width, V vocabulary; a local shard of a dimension has the same letter.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -32,7 +30,7 @@ class ImageTransformer(nn.Module):
     some of the layers, and None for embeddings, norm or output that other stages hold.
     """
 
-    embeddings: ImageEmbeddings | None
+    embeddings: "ImageEmbeddings | None"
     norm: nn.RMSNorm | None
     output: nn.Linear | None
 

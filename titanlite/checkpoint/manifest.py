@@ -6,8 +6,6 @@ step, the sampler's integer, the job's configuration) as plain JSON. Checksums d
 wrote a checkpoint, so every value is validated, and only regular files in its folder are opened.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -124,7 +122,7 @@ class Manifest(_Record):
     files: dict[FileName, FileRecord]
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Manifest:
+    def _fits_together(self) -> "Manifest":
         if self.stored_as != "dcp" and self.holds == "training":
             raise ValueError("a .safetensors file holds only weights")
         if self.stored_as == "huggingface":

@@ -4,8 +4,6 @@ Every rank makes the same calls and writes its own shards; only rank 0 creates, 
 folders. start.py loads what the run starts from.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import json
@@ -78,7 +76,7 @@ class Checkpoints:
         self._ended = ""
         self._saved: list[Path] = []
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> "Checkpoints":
         if self._section.enable:
             seconds = self._job.config.comm.checkpoint_timeout_seconds
             self._ranks = CheckpointGroup(self._job.world, seconds)

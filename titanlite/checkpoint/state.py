@@ -6,8 +6,6 @@ a few numbers. Random generators are seeded by the step (training/generators.py)
 state to save; older checkpoints have rng.RANK.DEVICE, which is not read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -82,7 +80,7 @@ def numbers_of(job: Trained, samples_read: int, data: str = "") -> dict[str, Any
     }
 
 
-def data_of(job: Job) -> str:
+def data_of(job: "Job") -> str:
     """Identifies the training data: a Dataset's `fingerprint`, or "" if it has none."""
     return getattr(job.dataset, "fingerprint", "")
 

@@ -6,8 +6,6 @@ checksums computed while the bytes are written (HashingWriter), and a reader for
 (SafeReader; metadata.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import warnings
@@ -69,7 +67,7 @@ class Piece:
     offsets: tuple[int, ...]
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> Piece:
+    def whole(cls, tensor: Tensor) -> "Piece":
         """A plain tensor as one piece."""
         return cls(tensor, tensor.shape, (0,) * tensor.ndim)
 
@@ -81,7 +79,7 @@ class Piece:
             return []
         return [ChunkStorageMetadata(torch.Size(self.offsets), self.local.size())]
 
-    def __create_write_items__(self, name: str, _: Piece) -> list[WriteItem]:
+    def __create_write_items__(self, name: str, _: "Piece") -> list[WriteItem]:
         return [
             WriteItem(
                 index=MetadataIndex(name, chunk.offsets),

@@ -9,8 +9,6 @@ by tools/convert/stored.py.
 Source of the format: https://huggingface.co/docs/safetensors
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +47,7 @@ class Names:
         return self.format.tensor(name, shape, self.sizes)
 
     @classmethod
-    def of(cls, job: Job) -> Names:
+    def of(cls, job: Job) -> "Names":
         """The names in the Hugging Face folders of a job's model; its own if it has no format."""
         return cls(format_of(load_model_spec(job.config)), job.resolved.model)
 

@@ -4,8 +4,6 @@ Error messages, the command line, --help and docs/configuration.md all read the 
 `Key`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools
@@ -108,7 +106,7 @@ class Key:
     torchtitan: Any = ...  # TorchTitan's default if it differs, OWN if it has no such key
     lacking: tuple[str, ...] = ()  # values that TorchTitan accepts and titanlite does not
     instead: str = ""  # advice for a key that titanlite does not have
-    item: Key | None = None  # the type of a list's items
+    item: "Key | None" = None  # the type of a list's items
 
     @property
     def section(self) -> str:

@@ -7,8 +7,6 @@ configures such a feature: any value is accepted, and reported at the start. Sec
 supported key are in absent.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -160,7 +158,7 @@ class Model(Section):
         torchtitan="./tests/assets/tokenizer",
     )
     tokenizer_path: NotYet[str | None] = key(None, "text tokenizer; replaced by hf_assets_path")
-    converters: Values[Converter] = key(
+    converters: "Values[Converter]" = key(
         (),
         "conversions of the model, each by the name of its section",
         lacking=("quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx"),
@@ -537,7 +535,7 @@ class JobConfig(Section):
     fault_tolerance: FaultTolerance = FaultTolerance()
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Mapping[str, Any]]) -> JobConfig:
+    def from_dict(cls, values: Mapping[str, Mapping[str, Any]]) -> "JobConfig":
         """The job with these values: a dict from section to a dict from key to value.
 
         The values have TOML's types, and are checked like a file's. Raises ConfigError with one

@@ -1,7 +1,5 @@
 """Reports when torch.compile compiles, which pauses a run for seconds or minutes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +24,7 @@ class CompileReport:
         self._started: float | None = None
         self._has_compiled = False
 
-    def __enter__(self) -> CompileReport:
+    def __enter__(self) -> "CompileReport":
         callback_handler.register_start_callback(self._start)
         callback_handler.register_end_callback(self._end)
         return self

@@ -4,8 +4,6 @@ Both show step, loss, gradient norm, learning rate, tokens/s, FLOP/s, MFU on a k
 rank and time left. Only one rank shows it; the others pass enabled=False.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time
@@ -78,7 +76,7 @@ class Progress:
                 get_renderable=self._screen, console=console, auto_refresh=False, transient=False
             )
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> "Progress":
         self._start_time = self._last_time = self._clock()
         if self._live is not None:
             self._live.start(refresh=True)

@@ -4,8 +4,6 @@ Every rank calls the same methods, because some values are gathered from all ran
 prints and writes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import sys
@@ -93,7 +91,7 @@ class Reporter:
         self._exits = contextlib.ExitStack()
         self._log = MetricsLog(self._folder, enabled=False)
 
-    def __enter__(self) -> Reporter:
+    def __enter__(self) -> "Reporter":
         with contextlib.ExitStack() as exits, self._writing():
             # If the rest fails, close what is already open.
             exits.callback(self._exits.close)
@@ -142,7 +140,7 @@ class Reporter:
         self._compiling = self._report_compiling()
         self._recorder = self._record_pipeline()
 
-    def _report_compiling(self) -> CompileReport | None:
+    def _report_compiling(self) -> "CompileReport | None":
         """The report on compilation; None if nothing is compiled, and on ranks other than 0."""
         row = next((row for row in self._job.applied if row.feature == "compile"), None)
         if row is None or row.active == "off" or not self._job.world.is_first:

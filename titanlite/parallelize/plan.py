@@ -1,7 +1,5 @@
 """ParallelPlan: how a model can be parallelized, as data in plan.py beside the model."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,8 +38,8 @@ class ParallelPlan:
     as a moving average of activations.
     """
 
-    tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
-    loss_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    tensor_parallel: "Mapping[str, ParallelStyle]" = field(default_factory=dict)
+    loss_parallel: "Mapping[str, ParallelStyle]" = field(default_factory=dict)
     blocks: str | None = "layers"
     embeddings: tuple[str, ...] = ()
     head: tuple[str, ...] = ()

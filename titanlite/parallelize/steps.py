@@ -4,8 +4,6 @@ Pipeline parallelism is a feature, but no step: it splits the model into stages 
 stage then goes through the same steps.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from titanlite.parallelize.activation_checkpoint.spec import ACTIVATION_CHECKPOINT
@@ -46,10 +44,10 @@ STEPS: tuple[Feature, ...] = (
 FEATURES = (PIPELINE_PARALLEL, *STEPS)
 
 
-def features_on(config: JobConfig) -> list[Feature]:
+def features_on(config: "JobConfig") -> list[Feature]:
     return [feature for feature in FEATURES if feature.is_on(config)]
 
 
-def depends_on_microbatch(config: JobConfig) -> bool:
+def depends_on_microbatch(config: "JobConfig") -> bool:
     """Whether the numbers of a sequence depend on the other sequences of its microbatch."""
     return any(feature.depends_on_microbatch for feature in features_on(config))

@@ -6,8 +6,6 @@ differs between ranks, they diverged there. write_report makes the report; find_
 first number at which ranks diverged.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -83,7 +81,7 @@ class Account:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Account:
+    def from_json(cls, values: dict[str, Any]) -> "Account":
         message = values.pop("message")
         if message is not None:
             message = Message(**{**message, "peers": tuple(message["peers"])})

@@ -1,7 +1,5 @@
 """SIGINT and SIGTERM: a request to finish the step, save and exit, or to exit now; torch-free."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -49,7 +47,7 @@ class StopRequest:
         """Whether a signal or the launcher has asked this process to stop."""
         return self._asked_at is not None or (self._orders is not None and self._orders.poll())
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> "StopRequest":
         if self._enabled:
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) != signal.SIG_IGN:

@@ -7,8 +7,6 @@ torch.distributed's groups, default dtype) are exchanged as it hands over. All r
 or the CPU. What only processes can do is refused by those who start a world.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import ctypes
@@ -62,7 +60,7 @@ MOST_COUNTED = 64
 class State:
     """What the process has once, as a rank left it: groups of ranks, generators, dtype."""
 
-    def __init__(self, before: State | None = None) -> None:
+    def __init__(self, before: "State | None" = None) -> None:
         self.names = [(owner, name, getattr(owner, name)) for owner, name in _of_process()]
         self.torch, self.python = torch.get_rng_state(), random.getstate()
         self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None

@@ -4,8 +4,6 @@ open_world does the rendezvous, starts the watchdog and creates the process grou
 rest of the program sees of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -37,7 +35,7 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
-    watch: Watch | ThreadWorld | None = None
+    watch: "Watch | ThreadWorld | None" = None
     """The watchdog, or what needs none; None in a world of one process with one rank."""
 
     @property

@@ -5,8 +5,6 @@ An `Action` is one cell of a schedule table ("stage 3, forward, microbatch 5", w
 `torch.distributed.pipelining`, so tables can be exchanged with its runtime.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +41,7 @@ class Action(NamedTuple):
     stage: int
     kind: str
     microbatch: int | None = None
-    sub_actions: tuple[Action, ...] = ()
+    sub_actions: "tuple[Action, ...]" = ()
 
     def __str__(self) -> str:
         if self.sub_actions:
@@ -51,7 +49,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
 
     @property
-    def parts(self) -> tuple[Action, ...]:
+    def parts(self) -> "tuple[Action, ...]":
         """The sub-actions of an overlapped pair; for any other action, the action itself."""
         return self.sub_actions or (self,)
 

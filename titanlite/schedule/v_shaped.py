@@ -4,8 +4,6 @@ The first and the last stage are both on rank 0, so the backward pass of a micro
 rank that ran its first forward. Both schedules are written as phases, in the order of execution.
 """
 
-from __future__ import annotations
-
 from titanlite.schedule.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -104,7 +102,7 @@ def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
     return row
 
 
-def _pair(forward: _Chunk, backward: _Chunk) -> Action:
+def _pair(forward: "_Chunk", backward: "_Chunk") -> Action:
     return Action(-1, OVERLAP_F_B, None, (forward.forward(), backward.full_backward()))
 
 

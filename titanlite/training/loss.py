@@ -4,8 +4,6 @@ A Loss is a pair of functions, the sum and the count, so that the count is known
 pass. The spec of a data set names its loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +36,7 @@ class Loss:
     total: Callable[[Any, Batch], Tensor]
     count: Callable[[Batch], Tensor]
 
-    def compiled(self, backend: str) -> Loss:
+    def compiled(self, backend: str) -> "Loss":
         """The same loss with `total` compiled."""
         return replace(self, total=torch.compile(self.total, backend=backend))
 

@@ -6,8 +6,6 @@ appear by a rename, so they are either complete or not there. They are written a
 name, size or time of modification has changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools
@@ -133,7 +131,7 @@ def tokens_corpus(
     return by_part, digests
 
 
-def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, sinks: dict[str, _Sink]) -> None:
+def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, sinks: "dict[str, _Sink]") -> None:
     """Tokenize pieces into the sinks of their parts, with the end-of-text token after each text."""
     end, start = (
         np.array(list(tokens), dtype=np.uint32)

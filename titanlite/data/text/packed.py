@@ -4,8 +4,6 @@ Sequence `i` has the tokens [i * T, (i + 1) * T) of the stream, and as targets t
 later. Sequences are cut anywhere: mostly they begin and end inside a document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -65,7 +63,7 @@ class PackedText:
         self._end_of_text = end_of_text
         self._orders = Orders(Permutation, shuffle_seed, self.num_samples)
 
-    def sample(self, index: int) -> dict[str, Tensor]:
+    def sample(self, index: int) -> "dict[str, Tensor]":
         # The launcher packs too, to check the text, and must not load torch.
         import torch
 

@@ -9,8 +9,6 @@ size; lse is [B, H, T] in the accumulator's dtype; a mask is [B, 1, T, S], and t
 attends to a key.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +21,7 @@ aten = torch.ops.aten
 
 def choose_kernel(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, masked: bool = False
-) -> Kernel:
+) -> "Kernel":
     """The fastest kernel that supports these inputs; the plain kernel supports all."""
     inputs = torch.device(device), dtype, head_dim
     return next(kernel for kernel in KERNELS if not kernel.why_not(*inputs, masked))

@@ -8,8 +8,6 @@ therefore needs a mask tensor.
 Shapes: c ranks, T tokens in the whole sequence, n = T / c tokens per rank.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ class Tile:
         columns = self.keys.stop - self.keys.start
         return rows * (rows + 1) // 2 if self.causal else rows * columns
 
-    def split(self, smallest: int) -> list[Tile]:
+    def split(self, smallest: int) -> "list[Tile]":
         """Split each triangle with more than `smallest` rows into two triangles and a square."""
         start, stop = self.queries.start, self.queries.stop
         if not self.causal or stop - start <= smallest:

@@ -5,8 +5,6 @@ output uses. A BufferStates notes for each call what the buffers were before it.
 recomputed, the block has copies of these in place of its buffers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -44,7 +42,7 @@ class BufferStates:
     def __init__(self) -> None:
         self._current: dict[Place, _State] = {}
 
-    def contexts(self, block: nn.Module) -> tuple[_Forward, _Recomputation]:
+    def contexts(self, block: nn.Module) -> "tuple[_Forward, _Recomputation]":
         """The contexts of one call: one for the forward pass, and one for its recomputation."""
         states: dict[Place, _State] = {}
         return _Forward(block, states, self._current), _Recomputation(states)

@@ -1,7 +1,5 @@
 """Activation checkpointing: activations recomputed in the backward pass; torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -43,7 +41,7 @@ class ActivationCheckpoint(Section):
 
 
 @reads("activation_checkpoint", "compile")
-def _recomputation(job: Draft) -> Iterator[str]:
+def _recomputation(job: "Draft") -> Iterator[str]:
     """activation_checkpoint.mode "memory_budget" needs a compiled model; debug does not work with
     "op"."""
     ac, compiled = job.config.activation_checkpoint, job.config.compile

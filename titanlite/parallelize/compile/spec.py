@@ -1,7 +1,5 @@
 """torch.compile, block by block; torch-free."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
@@ -28,7 +26,7 @@ class Compile(Section):
 
 
 @reads("compile")
-def _compilation(job: Draft) -> Iterator[str]:
+def _compilation(job: "Draft") -> Iterator[str]:
     """compile.enable = true needs at least one component."""
     if job.config.compile.enable and not job.config.compile.components:
         yield (
@@ -37,7 +35,7 @@ def _compilation(job: Draft) -> Iterator[str]:
         )
 
 
-def _machine_problems(config: JobConfig, device_type: str) -> Iterator[str]:
+def _machine_problems(config: "JobConfig", device_type: str) -> Iterator[str]:
     compiled = config.compile
     if not compiled.enable:
         return

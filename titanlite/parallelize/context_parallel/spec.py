@@ -1,7 +1,5 @@
 """Context parallelism: sequences sharded over cp, with ring attention; torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -39,7 +37,7 @@ class ContextParallelKeys(Section):
     "training.seq_len",
     "training.dataset",
 )
-def _context_parallel(job: Draft) -> Iterator[str]:
+def _context_parallel(job: "Draft") -> Iterator[str]:
     """The CP degree (twice that for "headtail") times the TP degree divides the sequence length."""
     if not job.dims.cp_enabled:
         return

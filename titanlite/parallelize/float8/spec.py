@@ -1,7 +1,5 @@
 """Float8: linear layers that multiply in float8, and weights gathered in float8; torch-free."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,7 +40,7 @@ class Float8Section(Section):
 
 
 @reads("model.converters", SECTION, ASYNC_TP)
-def _float8(job: Draft) -> Iterator[str]:
+def _float8(job: "Draft") -> Iterator[str]:
     """Float8 needs torchao and does not work with async TP; FSDP gathers in float8 only with the
     recipe "tensorwise"."""
     section = job.config.section(Float8Section)

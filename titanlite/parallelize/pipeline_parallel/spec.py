@@ -1,7 +1,5 @@
 """Pipeline parallelism: the model split into stages, by a schedule; torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -58,14 +56,14 @@ PIPELINE_KEYS = (
 
 
 @reads(MODEL, *PIPELINE_KEYS)
-def _pipeline(job: Draft) -> Iterator[str]:
+def _pipeline(job: "Draft") -> Iterator[str]:
     """The blocks divide into the pipeline stages, local_batch_size divides into microbatches, and
     the schedule can run with them."""
     yield from job.pipeline_problems
 
 
 @reads(MODEL, "compile", "activation_checkpoint", RESHARD, *PIPELINE_KEYS)
-def _split_backward(job: Draft) -> Iterator[str]:
+def _split_backward(job: "Draft") -> Iterator[str]:
     """PyTorch does not support a schedule that splits the backward pass with a compiled model,
     activation checkpointing by "op", or fsdp_reshard_after_forward = "always"."""
     if job.pipeline is None or not job.pipeline.schedule.splits_backward:

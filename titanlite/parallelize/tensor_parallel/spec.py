@@ -1,7 +1,5 @@
 """Tensor parallelism: modules sharded over tp; torch-free."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -29,7 +27,7 @@ class TensorParallelKeys(Section):
 
 
 @reads(MODEL, "parallelism.tensor_parallel_degree", "parallelism.disable_loss_parallel")
-def _loss_parallel(job: Draft) -> Iterator[str]:
+def _loss_parallel(job: "Draft") -> Iterator[str]:
     """With loss parallel or FSDP2, each tensor parallel rank has a part of the vocabulary."""
     vocab, tp = getattr(job.model, "vocab_size", None), job.dims.tp
     is_whole = job.config.parallelism.disable_loss_parallel

@@ -14,8 +14,6 @@ GatherColwise and RowwiseLocal have a ring form: one operator that overlaps coll
 (ring_product.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect
@@ -44,7 +42,7 @@ class RingStyle(ParallelStyle):
 
     is_ring = False
 
-    def as_ring(self) -> RingStyle:
+    def as_ring(self) -> "RingStyle":
         """A copy of this style that overlaps its collective with its product."""
         ring = copy.copy(self)
         ring.is_ring = True
