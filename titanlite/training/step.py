@@ -1,5 +1,7 @@
 """One training step and one evaluation, for the model of any plan."""
 
+from __future__ import annotations
+
 import math
 import time
 import warnings
