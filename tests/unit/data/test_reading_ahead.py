@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,13 @@ class Watched:
 
     num_samples = None
     threads: dict[int, str] = {}  # noqa: RUF012 (a test reads it of the class)
-    draws, seconds, bad = False, 0.0, -1
+    draws, bad = False, -1
 
     def __init__(self, *, seq_len: int, split: str, **_: Any) -> None:
         self.seq_len = seq_len
 
     def sample(self, index: int) -> Tensor:
         self.threads[index] = threading.current_thread().name
-        time.sleep(self.seconds)
         if index == self.bad:
             raise ValueError("the file is gone")
         generator = None if self.draws else torch.Generator().manual_seed(index)
@@ -101,17 +99,3 @@ def test_a_run_that_is_interrupted_ends_its_thread(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, on_step=interrupt)
-
-
-def test_reading_and_the_step_take_their_time_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Watched, "seconds", 0.1)
-    began: dict[int, float] = {}
-
-    def wait(event: Any) -> None:
-        began[event.step] = time.perf_counter()
-        time.sleep(0.1)
-
-    run(tmp_path, on_step=wait)
-    assert (began[6] - began[1]) / 5 < 0.19

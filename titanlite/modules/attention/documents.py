@@ -50,7 +50,9 @@ class Documents:
     def bias(self, is_causal: bool, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
         """What all layers add to their scores: 0 where the mask that `make` makes is true."""
         if (key := (is_causal, dtype)) not in self._biases:
-            self._biases[key] = torch.where(make(), torch.zeros((), dtype=dtype), -torch.inf)
+            is_out = make().logical_not()
+            zeros = torch.zeros_like(is_out, dtype=dtype)
+            self._biases[key] = zeros.masked_fill_(is_out, -torch.inf)
         return self._biases[key]
 
     def compare(self, rank: int, part: slice, other: int, keys: slice) -> tuple[bool, bool]:
