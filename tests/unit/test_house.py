@@ -19,7 +19,7 @@ TOOLS = ROOT / "titanlite/tools"
 # reads ahead, the planner's allocator and ranges, and further runs that look for a rank's own part.
 CORE, LIBRARY, TESTS = 34_000, 78_700, 45_500
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
-GUIDES, PAGES = 25_000, 71_000
+GUIDES, PAGES = 25_000, 71_100
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.
 TOKENS_OF_A_LINE = 8.5
 
