@@ -7,6 +7,8 @@ import pytest
 
 from titanlite.errors import ConfigError
 from titanlite.tools.planner.hardware import FOLDER, Curve, known_hardware, load_hardware
+from titanlite.tools.planner.planning import JobPlan, plan_job, resolve
+from titanlite.tools.planner.report import show
 
 
 def test_every_shipped_file_loads_and_lists_at_most_five_fitted_figures() -> None:
@@ -90,6 +92,30 @@ def test_an_unknown_name_or_file_is_one_line(tmp_path: Path) -> None:
     path.write_text("name = ")
     with pytest.raises(ConfigError, match="is not TOML"):
         load_hardware(str(path))
+
+
+def test_a_plan_fits_if_the_upper_end_of_its_range_does(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+
+    def plan_on(num_bytes: int) -> JobPlan:
+        accuracy = '[accuracy]\nmemory = [0.9, 1.5]\nstep = [0.8, 1.25]\nrows = "mine"\n'
+        path.write_text(f'base = "h100"\n[memory]\nnum_bytes = {num_bytes}\n{accuracy}')
+        device = load_hardware(str(path))
+        resolved, _ = resolve(["configs/single.toml"], device)
+        return plan_job(resolved, device)
+
+    plan = plan_on(10**12)
+    beside = plan.device_bytes - plan.reserved_bytes
+    expected = (0.9 * plan.reserved_bytes + beside, 1.5 * plan.reserved_bytes + beside)
+    assert plan.bytes_range == pytest.approx(expected)
+    assert plan.prediction is not None
+    seconds = plan.prediction.step.seconds
+    assert plan.seconds_range == pytest.approx((0.8 * seconds, 1.25 * seconds))
+    assert "it fits" in show(plan) and not plan.warnings
+    tight = plan_on(plan.device_bytes + plan.reserved_bytes // 4)
+    assert "IT MAY NOT FIT" in show(tight) and "may not fit" in tight.warnings[0]
+    full = plan_on(plan.device_bytes - 1)
+    assert "IT DOES NOT FIT" in show(full) and "does not fit" in full.warnings[0]
 
 
 def test_a_file_gives_only_what_differs_from_its_base(tmp_path: Path) -> None:
