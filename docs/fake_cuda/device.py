@@ -65,6 +65,8 @@ def pretend() -> None:
         "manual_seed": lambda _: None,
         "manual_seed_all": lambda _: None,
     }
+    # Pinned memory is the driver's.
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor
     for name, stand_in in replaced.items():
         setattr(torch.cuda, name, stand_in)
 

@@ -99,7 +99,8 @@ def line_of(frames: Iterable[traceback.FrameSummary]) -> str:
     """The innermost line of the project: "titanlite/job.py:146 in step"."""
     for frame in reversed(list(frames)):
         path = Path(frame.filename)
-        if path.is_relative_to(ROOT) and path.parent != Path(__file__).parent:
+        is_own = path.is_relative_to(ROOT) and "site-packages" not in path.parts
+        if is_own and path.parent != Path(__file__).parent:
             return f"{path.relative_to(ROOT)}:{frame.lineno} in {frame.name}"
     return ""
 

@@ -560,8 +560,9 @@ def _scaled_expert_gradients(factor: float) -> AbstractContextManager[Any]:
 
     swiglu = layer.swiglu
 
-    def scaled(x, w1, w2, w3, sizes, **rest):
-        return swiglu(x, *(_scale_gradient(w, factor) for w in (w1, w2, w3)), sizes, **rest)
+    def scaled(x, w1, w2, w3, *rest, **others):
+        weights = (_scale_gradient(w, factor) for w in (w1, w2, w3))
+        return swiglu(x, *weights, *rest, **others)
 
     return patch.object(layer, "swiglu", scaled)
 
@@ -667,10 +668,10 @@ def wrong_offset_of_experts_on_one_rank() -> AbstractContextManager[Any]:
 
     swiglu = layer.swiglu
 
-    def shifted(x, w1, w2, w3, sizes, **rest):
+    def shifted(x, w1, w2, w3, *rest, **others):
         if dist.get_rank() == 1:
             w1, w2, w3 = (w.roll(1, 0) for w in (w1, w2, w3))
-        return swiglu(x, w1, w2, w3, sizes, **rest)
+        return swiglu(x, w1, w2, w3, *rest, **others)
 
     return patch.object(layer, "swiglu", shifted)
 

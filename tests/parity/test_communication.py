@@ -156,7 +156,7 @@ def test_a_step_sends_what_the_notes_say(counted, plan, m):
     expected = {
         **data_parallel(parallelism, m),
         **tensor_parallel(parallelism, checkpointing, m),
-        ("all_reduce", "world"): (3, 3 * 8),  # tokens, loss, gradient norm
+        ("all_reduce", "world"): (2, 4 * 8),  # targets; loss, gradient norm and stop
     }
     found, total = counted[plan, m][0]
     collectives = [one for one in found if one.kind not in FROM_RANK_TO_RANK]
@@ -177,13 +177,13 @@ def test_experts_send_what_the_note_says(counted, plan):
     found = [totals(collectives)["all_to_all", "ep"] for collectives in by_rank]
     assert [count for count, _ in found] == [num_calls] * 4
     assert sum(size for _, size in found) == 4 * num_bytes
-    # Tokens, loss, gradient norm, sequences, auxiliary loss; the slots of each expert.
+    # Targets; sequences; loss, norm and stop; slots of each expert, those dropped, auxiliary loss.
     layers, experts = MOE.num_expert_layers, MOE.moe_num_experts
-    sums, summed = 6, 5 * 8 + layers * 8 * experts
+    sums, summed = 4, 7 * 8 + layers * 8 * experts
     if "tp2" in plan:
         # Those of each sequence, over tp.
         sums, summed = sums + layers, summed + layers * 8 * experts * GLOBAL_BATCH_SIZE // 2
-    assert all(totals(of)["all_reduce", "world"] == (sums, summed) for of in by_rank)
+    assert [totals(of)["all_reduce", "world"] for of in by_rank] == [(sums, summed)] * 4
 
 
 @pytest.mark.parametrize("plan", ["ep4+full", "ep4_tp2"])

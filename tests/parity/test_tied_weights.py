@@ -187,7 +187,7 @@ def test_stages_exchange_one_gradient_a_step(looked_at, plan: str, messages: int
     expected = activations[0] + messages, activations[1] + messages * WORD * V * D
     for counts, _, _ in (of_rank[plan] for of_rank in looked_at):
         assert counts["send", "pp"] == counts["receive", "pp"] == expected
-        assert counts["all_reduce", "world"] == (3, 24)
+        assert counts["all_reduce", "world"] == (2, 32)
 
 
 @pytest.mark.parametrize("plan", COUNTED)

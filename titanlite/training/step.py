@@ -149,7 +149,7 @@ class Trainer:
         squares = own_squares(counted, self.world_mesh)
         stop = torch.full_like(squares, float(self.wants_stop()))
         sums = torch.stack([loss_sum, squares, stop])
-        dist.all_reduce(sums)
+        _sum_loss_and_norm(sums)
         norm = sums[1] = sums[1].sqrt()
         if self.before_update is not None:
             self.before_update()
@@ -357,3 +357,8 @@ class Trainer:
 def _is_replica(part: nn.Module) -> bool:
     """Whether DDP wraps the part."""
     return hasattr(part, "set_requires_gradient_sync") and not isinstance(part, FSDPModule)
+
+
+def _sum_loss_and_norm(sums: Tensor) -> None:
+    """All-reduce what a step sums over the world: a recorded step shows this name."""
+    dist.all_reduce(sums)

@@ -44,7 +44,7 @@ def test_fsdp_gathers_each_unit_forwards_and_all_but_the_last_again() -> None:
     found = named(recorded(data_parallel_shard_degree=2))
     assert found["reduce_scatter", "layers.0"] == 1
     assert found["all_gather", "layers.0"] == 2
-    assert found["all_reduce", "gradient norm"] == 1
+    assert found["all_reduce", "sum loss and norm"] == 1
 
 
 def test_stages_send_activations_on_and_gradients_back() -> None:

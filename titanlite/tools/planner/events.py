@@ -176,11 +176,9 @@ class Trace:
         """The peak of the step, with parameters and optimizer state, which are always there."""
         return self._peak(self.held, is_on_host=False)
 
-    def reserved(self) -> int:
-        """The bytes that torch's allocator takes of a GPU."""
-        return self._taken(Allocator())
-
-    def _taken(self, allocator: Allocator) -> int:
+    def reserved(self, *, is_exact: bool = False) -> int:
+        """The bytes that torch's allocator takes of a GPU, in pages unless `is_exact`."""
+        allocator = Allocator(is_exact=is_exact)
         # What stays where it is, in one block.
         allocator.resize(-1, sum(self.held.values()) - sum(self.sizes.values()), 0)
         for block, num_bytes in self.sizes.items():
@@ -200,7 +198,7 @@ class Trace:
             now[event.stream] += event.num_bytes
             sizes[event.block] = event.num_bytes, event.stream
             most[event.stream] = max(most[event.stream], now[event.stream])
-        return max(0, self._taken(Allocator(is_exact=True)) - most.total())
+        return max(0, self.reserved(is_exact=True) - most.total())
 
     def _on_device(self) -> Iterator[Allocation]:
         for event in self.events:

@@ -90,7 +90,7 @@ def check(plan: ResolvedJob) -> None:
         assert one.host_peak().num_bytes == pytest.approx(host.num_bytes, rel=0.01)
         assert one.peak().num_bytes == pytest.approx(trace.peak().num_bytes, rel=0.06)
         # FSDP2's streams take more than the peak, in the trace too.
-        assert one.reserved() == pytest.approx(trace.reserved(), rel=0.12)
+        assert one.reserved() == pytest.approx(trace.reserved(is_exact=True), rel=0.15)
         assert min(one.reserved(), trace.reserved()) > max(one.peak().num_bytes, 1)
     own = [(one.reserved(), one.host_peak().num_bytes) for one in composed]
     assert peaks(composed) == (max(first for first, _ in own), max(second for _, second in own))
