@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -405,3 +406,12 @@ def test_what_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said = r"torchtitan\.models\.common\.attention has no varlen_attn any more"
     with pytest.raises(MovedError, match=said), standing_in():
         pass
+
+
+@pytest.mark.slow
+def test_the_page_has_what_its_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/torchtitan.md").read_text()
+    (command,) = (line for line in page.splitlines() if line.startswith("titanlite plan torch"))
+    assert main(shlex.split(command)[1:]) == 0
+    figures, _, _ = capsys.readouterr().out.partition("\n\n")
+    assert figures in page
