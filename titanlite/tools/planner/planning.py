@@ -185,6 +185,9 @@ def plan_job(
             f"schedule: it splits the backward pass, and each half runs {again} again; composed "
             "steps count this once, so their time and peak are too low"
         )
+    if hardware is not None and hardware.accuracy is not None:
+        rows = hardware.accuracy.rows
+        plan.notes.append(f"ranges: of about four in five runs in {rows}, as shares of their plans")
     if has_experts(resolved):
         plan.notes.append("experts: planned as if all had equally many tokens")
     plan.warnings.extend(find_warnings(plan))
