@@ -782,8 +782,8 @@ MUTANTS = [
         r"norm",
         STEP,
         (
-            "        dist.all_reduce(sums)\n        norm = sums[1] = sums[1].sqrt()",
-            "        sums[1] = squares.sqrt()\n        dist.all_reduce(sums)\n        norm = sums[1]",
+            "        _sum_loss_and_norm(sums)\n        norm = sums[1] = sums[1].sqrt()",
+            "        sums[1] = squares.sqrt()\n        _sum_loss_and_norm(sums)\n        norm = sums[1]",
         ),
     ),
     mutant(
