@@ -42,7 +42,7 @@ class Loss:
         return replace(self, total=torch.compile(self.total, backend=backend))
 
 
-def next_token_loss(logits_BTV: Tensor, batch: Batch, **keys: float) -> Tensor:
+def next_token_loss(logits_BTV: Tensor, batch: Batch, **keys: Any) -> Tensor:
     """The token_loss_sum of the batch's targets; without gradients, as in a validation, no keys."""
     return token_loss_sum(logits_BTV, batch.targets, **(keys if torch.is_grad_enabled() else {}))
 
