@@ -17,6 +17,7 @@ from titanlite.plain_job import PlainJob
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
 from titanlite.registry import METRICS, OPTIMIZERS, SCHEDULERS, is_over_batch
+from titanlite.training.averaging import WeightAverage
 from titanlite.training.generators import Generators
 from titanlite.training.loss import BatchLoss
 from titanlite.training.optimizer import build_optimizer, build_scheduler
@@ -57,6 +58,7 @@ def build_trainer(
         min_lr_factor=config.lr_scheduler.min_lr_factor,
         factor=None if SCHEDULERS.is_built_in(decay_type) else SCHEDULERS[decay_type].load(),
     )
+    averaging = config.weight_averaging
     loss = plain.loss
     if config.compile.enable and "loss" in config.compile.components:
         loss = loss.compiled(config.compile.backend)
@@ -80,6 +82,9 @@ def build_trainer(
         non_finite=config.debug.non_finite,
         before_update=order,
         metrics={name: METRICS[name].load() for name in config.validation.metrics},
+        average=None
+        if averaging.method == "none"
+        else WeightAverage(optimizer, **averaging.model_dump()),
         generators=Generators(
             config.debug.seed,
             dims.data_rank(world.rank),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import titanlite.data.catalog
 import titanlite.models  # noqa: F401 (what is built in is registered first)
-from titanlite.data.spec import Dataset, DatasetSpec
+from titanlite.data.spec import WEIGHTED, Dataset, DatasetSpec
 from titanlite.models.spec import ModelSpec
 from titanlite.registry import (
     DATASETS,
@@ -117,7 +117,10 @@ def register_scheduler(name: str, factor: str | Callable[..., float]) -> None:
     SCHEDULERS.add(FunctionSpec(name, factor))
 
 
-METRICS.home = OPTIMIZERS.home = SCHEDULERS.home = __name__
+LOSSES.home = METRICS.home = OPTIMIZERS.home = SCHEDULERS.home = __name__
+_OF_LOSSES = "titanlite.training.loss:"
+LOSSES.add(LossSpec(WEIGHTED, f"{_OF_LOSSES}weighted_loss", f"{_OF_LOSSES}sum_of_weights"))
+LOSSES.add(LossSpec("squared_error", f"{_OF_LOSSES}squared_error", None))
 METRICS.add(FunctionSpec("accuracy", "titanlite.training.metrics:accuracy"))
 for _name in ("AdamW", "Adam", "SGD", "Muon"):
     OPTIMIZERS.add(FunctionSpec(_name, "titanlite.training.optimizer:build_optimizer"))

@@ -218,6 +218,7 @@ def least_bytes(config: JobConfig, model: Any, dims: ParallelDims) -> int:
     is_own = isinstance(source, str) and source.startswith(OWN_MODELS)
     if is_own and not config.checkpoint.create_seed_checkpoint:
         tensors += 1 + MOMENTS.get(optimizer.name, 1 if optimizer.momentum else 0)
+        tensors += config.weight_averaging.num_copies
     return num_parameters * ITEMSIZE[config.training.dtype] * tensors * dims.num_replicas
 
 

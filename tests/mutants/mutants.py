@@ -103,6 +103,10 @@ EP_FILE, DISPATCH = (
     "titanlite/modules/experts/dispatch.py",
 )
 BALANCE, BALANCER = "titanlite/modules/experts/balance.py", "titanlite/modules/experts/balancer.py"
+EMA, AVERAGING = (
+    {"weight_averaging": {"method": "ema", "decay": 0.9}},
+    "titanlite/training/averaging.py",
+)
 MUON, MUON_FILE = {"optimizer": {"name": "Muon"}}, "titanlite/training/muon.py"
 CAPACITY, EXPERT_LAYER = (
     "titanlite/modules/experts/capacity.py",
@@ -965,6 +969,48 @@ MUTANTS = [
         r"the optimizer does not match the job: output.weight is updated by Muon",
         MUON_FILE,
         ("not is_hidden(name) or", '"emb" in name or'),
+    ),
+    # The average of the weights.
+    mutant(
+        "an average of the weights before the step",
+        "averaging",
+        also(FSDP, **EMA),
+        r"the average of .* after step 1 is not 0.9 times its previous value",
+        STEP,
+        (
+            "        self.optimizer.step()\n        if self.average is not None:\n"
+            "            self.average.update(self.scheduler.last_epoch + 1)\n",
+            "        if self.average is not None and self.scheduler.last_epoch:\n"
+            "            self.average.update(self.scheduler.last_epoch)\n"
+            "        self.optimizer.step()\n",
+        ),
+    ),
+    mutant(
+        "the average's share is that of the weights",
+        "averaging",
+        also(TP_FSDP, **EMA),
+        r"the average of .* after step 2 is not 0.9 times its previous value",
+        AVERAGING,
+        ("multi_avg_fn(self._decay)", "multi_avg_fn(1 - self._decay)"),
+    ),
+    mutant(
+        "the mean of other weights than the last",
+        "averaging",
+        also(FSDP, weight_averaging={"method": "last_k", "k": 2}),
+        r"the average of .* after step 2 is not the mean of its newest 2 values",
+        AVERAGING,
+        ("number % len(self._weights)", "0"),
+    ),
+    mutant(
+        "the last weights are validated instead of their average",
+        "averaging",
+        also(FSDP, **EMA, validation={"enable": True, "local_batch_size": 4}),
+        r"validation loss is .* have a mean loss of",
+        STEP,
+        (
+            "        with self.averaged():\n            totals",
+            "        if True:\n            totals",
+        ),
     ),
     # Recomputation and compile.
     mutant(

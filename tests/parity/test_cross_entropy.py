@@ -12,13 +12,14 @@ from torch.nn.functional import cross_entropy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import CP, FEW_STEPS, PP, REPLICATE, SHARD, TP, debug_config, differences, train
 
-from titanlite.errors import ConfigError
+from titanlite.data.spec import DatasetSpec
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.modules.batch import IGNORE_INDEX, make_batch
 from titanlite.ranks.allocations import Allocations
 from titanlite.ranks.world import World
-from titanlite.registry import LOSSES, LossSpec
+from titanlite.registry import DATASETS, LOSSES, LossSpec
 from titanlite.tools.verify.verify import Verifier
-from titanlite.training.loss import NEXT_TOKEN, next_token_loss, token_loss_sum
+from titanlite.training.loss import NEXT_TOKEN, next_token_loss, squared_error, token_loss_sum
 
 KEYS = {"label_smoothing": 0.1, "z_loss": 0.01}
 CHUNK = "titanlite.training.loss.LARGEST_CHUNK"
@@ -131,3 +132,74 @@ def test_other_losses_refuse_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.problems == tuple(
         f'training.{key}: "summed" has a loss of its own; remove this key' for key in KEYS
     )
+
+
+@pytest.mark.parametrize("keys", [{}, KEYS], ids=["plain", "keys"])
+def test_each_target_counts_with_its_weight(monkeypatch, keys):
+    logits, targets = example(torch.float64)
+    weights = torch.rand(targets.shape, generator=torch.Generator().manual_seed(1))
+    expected = [
+        sum(
+            weights[b, t] * by_definition(logits[b : b + 1, [t]], targets[b : b + 1, [t]], **keys)
+            for b, t in (targets != IGNORE_INDEX).nonzero().tolist()
+        )
+    ]
+    expected += torch.autograd.grad(0.3 * expected[0], logits)
+    for chunk in (1 << 28, 7 * 50 * 8):
+        monkeypatch.setattr(CHUNK, chunk)
+        found = with_gradient(token_loss_sum, logits, targets, weights_BT=weights, **keys)
+        torch.testing.assert_close(found, expected)
+
+
+class Weighted:
+    """Random sequences whose targets have weights, some of them 0; a third has no target."""
+
+    num_samples, fingerprint = None, "weighted"
+
+    def __init__(self, seq_len: int) -> None:
+        self._seq_len = seq_len
+
+    def sample(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens, targets = torch.randint(16, (2, self._seq_len), generator=generator)
+        weights = torch.rand(self._seq_len, generator=generator).mul(1.2).sub(0.2).clamp_min(0)
+        targets[index % 3 :: 3] = IGNORE_INDEX
+        return {"tokens": tokens, "targets": targets, "weights": weights}
+
+
+def weighted(*, seq_len: int, **_: Any) -> Weighted:
+    return Weighted(seq_len)
+
+
+WEIGHTED = {
+    "training": {"dataset": "weighted", "loss": "weighted_cross_entropy", "steps": FEW_STEPS},
+    "optimizer": {"eps": 1e-3},
+}
+
+
+def test_weights_count_alike_under_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"targets": 0, "weights": 0}
+    spec = DatasetSpec("weighted", "weighted targets", weighted, fields=fields)
+    monkeypatch.setitem(DATASETS, "weighted", spec)
+    (reference,) = train([debug_config(WEIGHTED)])
+    plans = [TP, CP, PP, REPLICATE, SHARD, TP | SHARD]
+    trained = [train([debug_config(WEIGHTED, {"parallelism": plan})])[0] for plan in plans]
+    for plan, training in zip(plans, trained, strict=True):
+        for what, difference in differences(training, reference).items():
+            assert difference < 1e-11, f"{plan}: {what}: {difference:.1e}"
+
+
+def test_weights_are_asked_of_the_data() -> None:
+    with pytest.raises(ConfigError, match=r'needs the field weights, which "digits" has not'):
+        debug_config({"training": {"loss": "weighted_cross_entropy"}})
+
+
+def test_squared_errors() -> None:
+    outputs, targets = torch.tensor([[1.0], [2.0], [5.0]]), torch.tensor([0.5, -100.0, 3.0])
+    batch = make_batch(torch.zeros(3, 1, dtype=torch.long)).replace(targets=targets)
+    assert squared_error(outputs, batch).item() == 0.25 + 4
+    assert batch.count_targets().item() == 2
+    with pytest.raises(
+        TitanliteError, match=r"shape of the targets, \[3\], but they have \[3, 2\]"
+    ):
+        squared_error(torch.zeros(3, 2), batch)

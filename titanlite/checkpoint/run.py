@@ -200,7 +200,7 @@ class Checkpoints:
             ) from error
 
     def save_weights(self, step: int) -> str:
-        """Save only the weights, in checkpoint.export_dtype."""
+        """Save only the weights, or their averages, in checkpoint.export_dtype."""
         self.wait()
         warning = self._check(step)
         start = time.perf_counter()
@@ -216,7 +216,7 @@ class Checkpoints:
             dtype=section.export_dtype,
         )
         self._saving_to = self._folder.at(step)
-        with self._explaining(), self._ranks.with_long_timeout():
+        with self._explaining(), self._ranks.with_long_timeout(), job.trainer.averaged():
             if section.last_save_in_hf:
                 self._ranks.all_do(lambda: save_model_files(job, folder, dtype, seal, self._ranks))
             else:

@@ -91,11 +91,14 @@ def problem_of(found: Found, ranks: CheckpointGroup) -> str:
 def load_weights(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGroup) -> None:
     """Load the weights of the checkpoint in `path`, whose files have been checked.
 
-    Raises ConfigError if it is from another model.
+    They are the averages of the weights, if it has these. Raises ConfigError if it is from another
+    model.
     """
     _check_model(job, path, manifest)
     if manifest.stored_as == "dcp":
-        _read(state.weight_pieces(job), path, ranks)
+        metadata = read_metadata(path)
+        stored = tensors_in(metadata, manifest.files)
+        _read(state.averaged(state.weight_pieces(job), stored), path, ranks, metadata)
     else:
         # Only these files: others in the folder have not been checked.
         load_safetensors(job, path, ranks, [path / name for name in manifest.weight_files])
@@ -173,7 +176,9 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGr
     stored = tensors_in(metadata, manifest.files)
     if "optimizer" not in left_out:
         state.check_optimizer(job, numbers.optimizer.name)
-        _use(path, ranks, lambda: pieces.update(state.make_optimizer_state(job, stored)))
+        average = job.trainer.average
+        keys = () if average is None else average.keys
+        _use(path, ranks, lambda: pieces.update(state.make_optimizer_state(job, stored, keys)))
     _read(pieces, path, ranks, metadata)
     _use(path, ranks, lambda: state.check_counts(job))
     if "lr_scheduler" not in left_out:

@@ -6,8 +6,8 @@ a few numbers. Random generators are seeded by the step (training/generators.py)
 state to save; older checkpoints have rng.RANK.DEVICE, which is not read.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from titanlite.checkpoint.manifest import BrokenCheckpointError
 from titanlite.checkpoint.storage import Piece, Pieces
 from titanlite.errors import ConfigError
 from titanlite.modules.shards import local_part, offsets_of
+from titanlite.training.averaging import AVERAGE, average_dtype, is_average
 
 if TYPE_CHECKING:
     from titanlite.job import Job
@@ -42,6 +43,7 @@ class Trained(Protocol):
 
 
 MODEL, OPTIMIZER = "model", "optimizer"
+T = TypeVar("T")
 
 
 def weight_pieces(job: Trained, dtype: torch.dtype | None = None) -> Pieces:
@@ -53,6 +55,14 @@ def weight_pieces(job: Trained, dtype: torch.dtype | None = None) -> Pieces:
             piece = Piece(piece.local.to(dtype), piece.shape, piece.offsets)
         pieces[f"{MODEL}.{name}"] = piece
     return pieces
+
+
+def averaged(pieces: Mapping[str, T], stored: Collection[str]) -> dict[str, T]:
+    """The weights in `pieces`, by name, each by the name of its average if that is `stored`."""
+    averages = {name: f"{OPTIMIZER}.{name.partition('.')[2]}.{AVERAGE}" for name in pieces}
+    return {
+        average if (average := averages[name]) in stored else name: pieces[name] for name in pieces
+    }
 
 
 def optimizer_pieces(job: Trained) -> Pieces:
@@ -99,11 +109,14 @@ def restore_schedule(job: Trained, last_epoch: int) -> None:
 
 
 def make_optimizer_state(
-    job: Trained, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
+    job: Trained,
+    stored: Mapping[str, tuple[torch.Size, torch.dtype]],
+    averages: Collection[str] = (),
 ) -> Pieces:
     """Allocate the optimizer state that `stored` has; returns the pieces to fill.
 
-    State of its parameter's shape is sharded like the parameter. Raises BrokenCheckpointError if
+    State of its parameter's shape is sharded like the parameter. Of an average of the weights, only
+    the keys `averages` are used, and each may be absent. Raises BrokenCheckpointError if
     the stored state of a parameter is not that of this optimizer. It may be absent.
     """
     optimizer = job.trainer.optimizer
@@ -118,6 +131,12 @@ def make_optimizer_state(
             by_parameter.setdefault(owner, {})[key] = what
     for name, parameter in job.parameters.items():
         found = by_parameter.get(name, {})
+        averaged = {key: found.pop(key) for key in [*found] if is_average(key)}
+        for key, (shape, dtype) in averaged.items():
+            if shape != parameter.shape or dtype != average_dtype(parameter):
+                raise BrokenCheckpointError(f"{OPTIMIZER}.{name}.{key} is not of its weight's kind")
+            if key in averages:
+                optimizer.state[parameter][key] = torch.zeros_like(parameter, dtype=dtype)
         group = settings.get(parameter, {})
         saved = {key: shape == parameter.shape and shape != () for key, (shape, _) in found.items()}
         kept = _kept(optimizer, group) or saved

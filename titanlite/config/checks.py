@@ -17,7 +17,7 @@ from titanlite.config.degrees import DEGREES
 from titanlite.config.draft import Draft
 from titanlite.config.model import size_problems
 from titanlite.config.schema import JobConfig
-from titanlite.data.spec import NEXT_TOKEN, NEXT_TOKEN_KEYS
+from titanlite.data.spec import NEXT_TOKEN, NEXT_TOKEN_KEYS, WEIGHTED
 from titanlite.errors import ConfigError, nearest, one_of, quote
 from titanlite.fields import MODEL, Check, reads
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where
@@ -110,11 +110,17 @@ def _registered(key: str, kind: str) -> Check[Draft]:
 
 @reads("training")
 def _cross_entropy(job: Draft) -> Iterator[str]:
-    """Only the cross-entropy of titanlite has training.label_smoothing and training.z_loss."""
+    """Only the cross-entropies of titanlite have training.label_smoothing and training.z_loss; the
+    weighted one needs data with weights."""
     training, data = job.config.training, DATASETS.get(job.config.training.dataset)
     own = training.loss or (data and data.loss != NEXT_TOKEN and data.name)
+    if own == WEIGHTED and data is not None and "weights" not in data.fields:
+        yield (
+            f"training.loss: {quote(own)} needs the field weights, which {quote(data.name)} has "
+            "not; give a data set with weights, or remove this key"
+        )
     for key in NEXT_TOKEN_KEYS:
-        if own and getattr(training, key):
+        if own and own != WEIGHTED and getattr(training, key):
             yield f"training.{key}: {quote(own)} has a loss of its own; remove this key"
 
 
@@ -286,6 +292,27 @@ def _optimizer(job: Draft) -> Iterator[str]:
         yield (
             'optimizer.implementation: PyTorch\'s "fused" SGD does not support sharded '
             'weights; give "foreach", or remove this key'
+        )
+
+
+@reads("weight_averaging", "training.steps")
+def _averaging(job: Draft) -> Iterator[str]:
+    """weight_averaging.decay is only for "ema" and k only for "last_k"; the other keys need one of
+    them, and start_step is a step of the run."""
+    section, steps = job.config.weight_averaging, job.config.training.steps
+    for key, methods in {"decay": ("ema",), "k": ("last_k",), "freq": ("ema", "last_k")}.items():
+        default = type(section).model_fields[key].default
+        if getattr(section, key) != default and section.method not in methods:
+            yield (
+                f"weight_averaging.{key}: it is only for {' and '.join(map(quote, methods))}, but "
+                f"weight_averaging.method is {quote(section.method)}; remove this key"
+            )
+    if section.start_step > (steps if section.method != "none" else 1):
+        yield (
+            f"weight_averaging.start_step: {section.start_step} is after the last step, {steps}, "
+            "so nothing would be averaged; give an earlier step"
+            if section.method != "none"
+            else 'weight_averaging.start_step: weight_averaging.method is "none"; remove this key'
         )
 
 

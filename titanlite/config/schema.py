@@ -229,6 +229,23 @@ class Optimizer(Section):
         return self.implementation or ("foreach" if self.name == "SGD" else "fused")
 
 
+class WeightAveraging(Section):
+    """An average of the weights, which is validated and exported instead of them"""
+
+    method: Literal["none", "ema", "last_k"] = key(
+        "none", "an exponential moving average, or the mean of the last k weights"
+    )
+    decay: float = key(0.999, "ema: the average's share of its next value", ge=0, lt=1)
+    k: PositiveInt = key(5, "last_k: how many weights; each takes the memory of a copy")
+    freq: PositiveInt = key(1, "steps between the weights that are averaged")
+    start_step: PositiveInt = key(1, "first step whose weights are averaged")
+
+    @property
+    def num_copies(self) -> int:
+        """The tensors that it keeps for each weight."""
+        return {"none": 0, "ema": 1, "last_k": self.k + 1}[self.method]
+
+
 class LRScheduler(Section):
     """The learning rate schedule: warm-up, plateau, decay"""
 
@@ -519,6 +536,7 @@ class JobConfig(Section):
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
+    weight_averaging: WeightAveraging = WeightAveraging()
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 NEXT_TOKEN = "titanlite.training.loss:NEXT_TOKEN"
 # The keys of [training] that it takes.
 NEXT_TOKEN_KEYS = ("label_smoothing", "z_loss")
+# The cross-entropy of targets with a weight each, the field "weights".
+WEIGHTED = "weighted_cross_entropy"
 
 
 class Dataset(Protocol):

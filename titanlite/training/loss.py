@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from titanlite.errors import TitanliteError
 from titanlite.modules.batch import IGNORE_INDEX, Batch, call_model, join
 from titanlite.registry import LossSpec, load
 
@@ -41,15 +42,53 @@ class Loss:
         return replace(self, total=torch.compile(self.total, backend=backend))
 
 
-def next_token_loss(logits_BTV: Tensor, batch: Batch, **keys: float) -> Tensor:
+def next_token_loss(logits_BTV: Tensor, batch: Batch, **keys: Any) -> Tensor:
     """The token_loss_sum of the batch's targets; without gradients, as in a validation, no keys."""
     return token_loss_sum(logits_BTV, batch.targets, **(keys if torch.is_grad_enabled() else {}))
 
 
+def weighted_loss(outputs: Tensor, batch: Batch, **keys: Any) -> Tensor:
+    """The next_token_loss in which each target counts with its weight, the field "weights"."""
+    used = keys if torch.is_grad_enabled() else {}
+    return token_loss_sum(outputs, batch.targets, weights_BT=batch["weights"], **used)
+
+
+def sum_of_weights(batch: Batch) -> Tensor:
+    """The sum of the weights of the targets, a float64 scalar."""
+    return batch["weights"].where(batch.targets != IGNORE_INDEX, 0.0).double().sum()
+
+
+def squared_error(outputs: Tensor, batch: Batch) -> Tensor:
+    """The sum of (output - target)^2 where the target is not IGNORE_INDEX, in at least float32.
+
+    Outputs have the shape of the targets, or one more dimension of size 1. Raises TitanliteError
+    for another shape.
+    """
+    targets = batch.targets
+    if outputs.shape == (*targets.shape, 1):
+        outputs = outputs.squeeze(-1)
+    if outputs.shape != targets.shape:
+        raise TitanliteError(
+            f"training.loss: squared_error needs outputs of the shape of the targets, "
+            f"{list(targets.shape)}, but they have {list(outputs.shape)}; change the model or the "
+            "data set"
+        )
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    errors = (outputs.to(dtype) - targets.to(dtype)).square()
+    return errors.where(targets != IGNORE_INDEX, 0.0).sum()
+
+
 def token_loss_sum(
-    logits_BTV: Tensor, targets_BT: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    logits_BTV: Tensor,
+    targets_BT: Tensor,
+    *,
+    weights_BT: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """The sum of the cross-entropies (nats) at the positions whose target is not IGNORE_INDEX.
+
+    Each is multiplied by its weight, if there are `weights_BT`.
 
     A classifier has logits [B, V] and targets [B]. Computed in at least float32, some rows of large
     logits at a time. A DTensor stays sharded over V. `label_smoothing` is that of
@@ -63,13 +102,15 @@ def token_loss_sum(
         shards = (group.group_name, group.rank(), group.size(), logits_BTV.size(-1))
         logits_BTV = logits_BTV.redistribute(placements=[Shard(logits_BTV.ndim - 1)]).to_local()
     logits, targets = logits_BTV.flatten(0, -2), targets_BT.flatten()
+    weights = None if weights_BT is None else weights_BT.flatten().to(dtype)
     is_large = logits.numel() * dtype.itemsize > LARGEST_CHUNK // (64 if logits.is_cpu else 4)
     # torch's own is faster for small logits, and where the compiler fuses the casts.
     if not (shards[0] or z_loss or (is_large and not torch.compiler.is_compiling())):
-        wide = logits.to(dtype)
-        return F.cross_entropy(wide, targets, reduction="sum", label_smoothing=label_smoothing)
+        wide, each = logits.to(dtype), "sum" if weights is None else "none"
+        losses = F.cross_entropy(wide, targets, reduction=each, label_smoothing=label_smoothing)
+        return losses if weights is None else (losses * weights).sum()
     keys = (label_smoothing, z_loss)
-    return whole_loss(_CrossEntropyByRows.apply(logits, targets, dtype, shards, keys))
+    return whole_loss(_CrossEntropyByRows.apply(logits, targets, weights, dtype, shards, keys))
 
 
 class _CrossEntropyByRows(torch.autograd.Function):
@@ -81,7 +122,13 @@ class _CrossEntropyByRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, dtype: torch.dtype, shards: Any, keys: Any
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        weights: Tensor | None,
+        dtype: torch.dtype,
+        shards: Any,
+        keys: Any,
     ) -> Tensor:
         (group, rank, number, vocab_size), (label_smoothing, z_loss) = shards, keys
         is_target, size = targets != IGNORE_INDEX, -(-vocab_size // number)
@@ -103,16 +150,17 @@ class _CrossEntropyByRows(torch.autograd.Function):
         sums, chosen = _reduced(torch.stack([sums * (own - most).exp(), chosen]), "sum", group)
         logs = sums.log() + most
         losses = sums.log() - chosen + z_loss * logs.square()
-        ctx.save_for_backward(logits, index, is_own * (1 - label_smoothing), is_target, logs)
+        share = is_target.to(dtype) if weights is None else weights.where(is_target, 0.0)
+        ctx.save_for_backward(logits, index, is_own * (1 - label_smoothing), share, logs)
         ctx.keys, ctx.vocab_size = keys, vocab_size
-        return losses.where(is_target, 0.0).sum()
+        return (losses * share).where(is_target, 0.0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, index, own, is_target, logs = ctx.saved_tensors
+        logits, index, own, share, logs = ctx.saved_tensors
         (label_smoothing, z_loss), found = ctx.keys, torch.empty_like(logits)
-        columns = [one.unsqueeze(-1) for one in (own, gradient.where(is_target, 0.0), logs)]
+        columns = [one.unsqueeze(-1) for one in (own, gradient * share, logs)]
         for rows, out, at, one, factor, log in _chunks(logs.dtype, logits, found, index, *columns):
             parts = torch.sub(rows, log).exp_()
             if z_loss:
@@ -122,7 +170,7 @@ class _CrossEntropyByRows(torch.autograd.Function):
             parts.scatter_(-1, at, parts.gather(-1, at) - one)
             torch.mul(parts, factor, out=out)
             del parts  # before there are the next ones
-        return found, None, None, None, None
+        return found, None, None, None, None, None
 
 
 def _reduced(tensor: Any, operator: str, group: str) -> Any:

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from titanlite.modules.batch import Batch, call_model
 from titanlite.modules.experts import Balancer
 from titanlite.modules.gradient_sums import GradientSums
 from titanlite.modules.names import canonical_name
+from titanlite.training.averaging import WeightAverage
 from titanlite.training.generators import Generators
 from titanlite.training.loss import Loss, whole_loss
 from titanlite.training.metrics import Metric, ValidationResult, sums_of
@@ -38,7 +39,7 @@ class StepResult:
     loss: float
     grad_norm: float
     lr: float
-    num_targets: int
+    num_targets: float
     seconds: float
     note: str = ""
     """Why the step was skipped; "" if the weights were updated."""
@@ -111,6 +112,8 @@ class Trainer:
     """Balances the experts of a model that has any."""
     reduce_partial: Callable[[Iterable[nn.Parameter]], None] | None = None
     """Completes the gradients that DTensor has left Partial; None: reduce_partial_gradients."""
+    average: WeightAverage | None = None
+    """The average of the weights, which `evaluate` takes."""
     generators: Generators | None = None
     """Seeds the random generators before each step and each validation."""
     wants_stop: Callable[[], bool] = bool
@@ -166,13 +169,13 @@ class Trainer:
         auxiliary = None if self.balancer is None else self.balancer.loss
         return StepResult(loss, grad_norm, lr, num_targets, seconds, note, auxiliary, asked > 0)
 
-    def compute_gradients(self, batches: Sequence[Batch]) -> tuple[float, int]:
+    def compute_gradients(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """Run the forward and backward passes of a step; returns (mean loss, number of targets)."""
         loss_sum, num_targets = self._compute_gradients(batches)
         (whole_sum,) = self._read(self._summed(loss_sum).unsqueeze(0))
         return whole_sum / num_targets, num_targets
 
-    def _compute_gradients(self, batches: Sequence[Batch]) -> tuple[Tensor, int]:
+    def _compute_gradients(self, batches: Sequence[Batch]) -> tuple[Tensor, float]:
         """This rank's part of the sum of losses, and the number of targets of all ranks."""
         if self.generators is not None:
             self.generators.start_step(self.scheduler.last_epoch + 1)
@@ -220,13 +223,29 @@ class Trainer:
             )
         self._is_complete = True
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the model has the average of its weights, if the job keeps one."""
+        return nullcontext() if self.average is None else self.average.applied()
+
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> ValidationResult:
         """The mean loss and the metrics of all ranks' batches; ranks must have equally many.
 
         Raises TitanliteError, on all ranks, if no batch of any rank has a target.
         """
-        # The sum and the count of the loss, then of each metric.
+        with self.averaged():
+            totals = self._totals(batches)
+        (loss_sum, num_targets), *sums = self._summed(totals).tolist()
+        if not num_targets:
+            raise TitanliteError(
+                "validation.dataset: the samples that are read have no target, so their loss has "
+                "no mean; give a data set with targets, or set validation.enable = false"
+            )
+        means = [total / count if count else math.nan for total, count in sums]
+        return ValidationResult(loss_sum / num_targets, dict(zip(self.metrics, means, strict=True)))
+
+    def _totals(self, batches: Iterable[Batch]) -> Tensor:
+        """This rank's sum and count of the loss, then of each metric: float64 [1 + metrics, 2]."""
         totals = torch.zeros(1 + len(self.metrics), 2, dtype=torch.float64, device=self._device)
         if self.generators is not None:
             self.generators.start_validation()
@@ -249,14 +268,7 @@ class Trainer:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        (loss_sum, num_targets), *sums = self._summed(totals).tolist()
-        if not num_targets:
-            raise TitanliteError(
-                "validation.dataset: the samples that are read have no target, so their loss has "
-                "no mean; give a data set with targets, or set validation.enable = false"
-            )
-        means = [total / count if count else math.nan for total, count in sums]
-        return ValidationResult(loss_sum / num_targets, dict(zip(self.metrics, means, strict=True)))
+        return totals
 
     def _update(self, norm: Tensor) -> float:
         """Clip, update the weights and clear the gradients; returns the learning rate."""
@@ -265,6 +277,8 @@ class Trainer:
         if self.balancer is not None:
             self.balancer.update()
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update(self.scheduler.last_epoch + 1)
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         return lr
@@ -298,7 +312,7 @@ class Trainer:
             '(debug.non_finite = "skip" skips such steps and continues)'
         )
 
-    def _forward_backward(self, batch: Batch, num_targets: int, *, is_last: bool) -> list[Tensor]:
+    def _forward_backward(self, batch: Batch, num_targets: float, *, is_last: bool) -> list[Tensor]:
         """Add the batch's gradients to the parameters'; returns the loss sums of this rank.
 
         There is one loss sum; in a pipeline the last stage has one per microbatch, other stages
@@ -326,11 +340,12 @@ class Trainer:
                 loss_function(call_model(self.parts[0], batch), batch).backward()
         return sums
 
-    def _count_targets(self, batches: Sequence[Batch]) -> int:
+    def _count_targets(self, batches: Sequence[Batch]) -> float:
         # Counted in the host's memory and summed by gloo, no number waits for the device.
         counts = [torch.as_tensor(self.loss.count(b.on_host or b)) for b in batches]
-        # At least one, so that a step without targets has a loss of zero instead of 0 / 0.
-        return max(1, int(self._summed(torch.stack(counts).sum().double())))
+        total = float(self._summed(torch.stack(counts).sum().double()))
+        # One, if there is none: a step without targets has a loss of zero instead of 0 / 0.
+        return (int(total) if total.is_integer() else total) or 1
 
     def _count_sequences(self, batches: Sequence[Batch]) -> int:
         """The sequences of the step on all ranks."""

@@ -235,7 +235,7 @@ def _read_checkpoint(
     from torch.distributed.checkpoint.api import CheckpointException
 
     from titanlite.checkpoint import storage
-    from titanlite.checkpoint.state import MODEL
+    from titanlite.checkpoint.state import MODEL, averaged
     from titanlite.checkpoint.weights import opened_weights
 
     path, manifest = find_checkpoint(source)
@@ -252,14 +252,14 @@ def _read_checkpoint(
                 opened.fill(pieces, manifest.shapes)
             tensors = {name: piece.local for name, piece in pieces.items()}
         else:
-            stored = {
-                name: what
-                for name, what in storage.stored_tensors(path, manifest.files).items()
+            stored = storage.stored_tensors(path, manifest.files)
+            tensors = {
+                name.partition(".")[2]: torch.zeros(shape, dtype=kind)
+                for name, (shape, kind) in stored.items()
                 if name.startswith(f"{MODEL}.")
             }
-            whole = {name: torch.zeros(shape, dtype=kind) for name, (shape, kind) in stored.items()}
-            storage.load({n: storage.Piece.whole(t) for n, t in whole.items()}, path, None)
-            tensors = {name.partition(".")[2]: tensor for name, tensor in whole.items()}
+            pieces = {f"{MODEL}.{name}": storage.Piece.whole(t) for name, t in tensors.items()}
+            storage.load(averaged(pieces, stored), path, None)
     except (BrokenCheckpointError, CheckpointException) as error:
         why = storage.cause_line(storage.first_cause(error))
         raise ConfigError(f"{path} cannot be used: {why}; give another checkpoint") from error

@@ -286,7 +286,7 @@ class Pieces:
     output_bytes: int
     """Bytes of the model's output, if the backward pass does not need it."""
     moments: int
-    """Tensors of a parameter's size in its optimizer state, unless Muon updates it."""
+    """Tensors of a parameter's size in its optimizer state; one less if Muon updates it."""
     state_bytes: int
     """Bytes of the other optimizer state of a parameter."""
     flops_per_token: float | None
@@ -300,7 +300,9 @@ class Pieces:
 
     def state_bytes_of(self, weight: Weight, size: int) -> int:
         """The bytes of the optimizer state of a trained weight with `size` bytes."""
-        return size if weight.matrices else self.moments * size + self.state_bytes
+        if weight.matrices:
+            return (self.moments - 1) * size
+        return self.moments * size + self.state_bytes
 
 
 AS_ADAMW: dict[str, Any] = {

@@ -83,6 +83,9 @@ def trace_job(
                 for part in job.parts:
                     recorder.note(_local([*part.parameters(), *part.buffers()]))
                 _make_optimizer_state(job)
+            if (average := job.trainer.average) is not None:
+                for step in average.first_steps:
+                    average.update(step)
         return job, _record_step(job, recorder, mode)
 
 

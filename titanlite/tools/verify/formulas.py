@@ -22,6 +22,7 @@ from titanlite.ranks.hang_state import recorded_calls
 from titanlite.registry import OPTIMIZERS
 from titanlite.tools.verify.jobs import is_named, own_decay, own_multiplier
 from titanlite.tools.verify.opened import subject_of
+from titanlite.training.averaging import AVERAGE, is_average
 from titanlite.training.loss import NEXT_TOKEN
 from titanlite.training.metrics import ValidationResult
 
@@ -106,14 +107,19 @@ def wrong_validation(job: Job, shown: float) -> Iterator[str]:
     sizes = [dataset.num_samples, section.steps * job.resolved.global_batch_size]
     num_samples = min(size for size in sizes if size is not None and size > 0)
     total, count, at_once = 0.0, 0, section.local_batch_size
-    model = job.parts[0].eval()
+    model, state = job.parts[0].eval(), subject_of(job).state()
+    own = {name: p.detach().clone() for name, p in job.parameters.items()}
     with torch.no_grad():
+        for name, parameter in job.parameters.items():
+            parameter.copy_(state.get(f"{name}.{AVERAGE}", parameter))
         for first in range(0, num_samples, at_once):
             indices = range(first, min(first + at_once, num_samples))
             batch = read_batch(dataset, indices, job.data.fields)
             batch = batch.to(job.world.device, getattr(torch, job.config.training.dtype))
             total += job.trainer.loss.total(call_model(model, batch), batch).item()
             count += int((batch.targets != IGNORE_INDEX).sum())
+        for name, parameter in job.parameters.items():
+            parameter.copy_(own[name])
     model.train()
     if not math.isclose(total / count, shown, rel_tol=1e-6):
         yield (
@@ -201,7 +207,11 @@ def left_over_gradients(job: Job, step: int) -> Iterator[str]:
 def wrong_formats(job: Job) -> Iterator[str]:
     """Weights and optimizer state whose dtype is not training.dtype."""
     wanted, state = job.config.training.dtype, subject_of(job).state()
-    counted = {name: tensor for name, tensor in state.items() if tensor.ndim > 0}
+    counted = {
+        name: tensor
+        for name, tensor in state.items()
+        if tensor.ndim > 0 and not is_average(name.rpartition(".")[2])
+    }
     for what, tensors in (("weights", job.parameters), ("optimizer states", counted)):
         dtypes = {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}
         wrong = {name: dtype for name, dtype in dtypes.items() if dtype != wanted}

@@ -69,7 +69,7 @@ class ReferenceStep:
     norm: float = 0.0
     lr: float = 0.0
     """The reference's is from the formula of the schedule, not from the scheduler that ran."""
-    num_targets: int = 0
+    num_targets: float = 0
     validation: float | None = None
     """The validation loss, after the first and the last step of a job that validates."""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from titanlite.registry import OPTIMIZERS
 from titanlite.tools.verify.differences import NOISE
 from titanlite.tools.verify.jobs import own_decay, own_multiplier, scheduled_lr
 from titanlite.tools.verify.record import ReferenceStep
+from titanlite.training.averaging import AVERAGE
 from titanlite.training.loss import NEXT_TOKEN
 
 # The largest relative difference between the optimizer's kernels and the formulas, in float64.
@@ -44,7 +45,8 @@ class Recurrence:
         """What Muon updates: name -> "matrix" or "stack"."""
         self._weights = weights
         self._state: Mapping[str, Tensor] = {}
-        self._has_own_samples = self._has_own_balance = True
+        self._has_own_samples = self._has_own_balance = self._has_own_average = True
+        self._averaged: dict[str, list[Tensor]] = {}
         self._biases = {
             name: layer.expert_bias.cpu().clone()
             for name, layer in expert_layers(job.parts).items()
@@ -67,6 +69,10 @@ class Recurrence:
         if self._has_own_balance:
             wrong = list(self._wrong_balance(step, record, numbers))
             self._has_own_balance = not wrong
+            yield from wrong
+        if self._has_own_average:
+            wrong = list(self._wrong_average(step, record))
+            self._has_own_average = not wrong
             yield from wrong
         if self._is_exact:
             # An error in one step makes the next ones start from wrong values.
@@ -92,7 +98,7 @@ class Recurrence:
                 f"{first + size - 1}: {missing.total()} of them are missing from its batch"
             )
 
-    def _wrong_count(self, step: int, batches: list[Batch], counted: int) -> Iterator[str]:
+    def _wrong_count(self, step: int, batches: list[Batch], counted: float) -> Iterator[str]:
         """Whether the step divides by its number of targets; a custom loss may count others."""
         if self._job.trainer.loss.count is not NEXT_TOKEN.count:
             return
@@ -129,6 +135,40 @@ class Recurrence:
                     f"previous value after step {step}: it must rise by {layer.bias_step:g} for "
                     "experts with fewer tokens than the mean, fall by as much for those with more, "
                     "and keep its mean"
+                )
+                return
+
+    def _wrong_average(self, step: int, record: Mapping[str, Any]) -> Iterator[str]:
+        """Whether the averages of the weights follow from the weights after each step."""
+        section = self._job.config.weight_averaging
+        is_due = step >= section.start_step and (step - section.start_step) % section.freq == 0
+        if section.method == "none":
+            return
+        for name, gradient in record["gradients"].items():
+            before = self._state.get(f"{name}.{AVERAGE}")
+            own, weight = record["state"].get(f"{name}.{AVERAGE}"), record["weights"][name]
+            kept = self._averaged.setdefault(name, [])
+            if is_due and (kept or gradient is not None):
+                kept.append(weight.double())
+            if not kept:
+                continue
+            if section.method == "last_k":
+                expected = torch.stack(kept[-section.k :]).mean(0)
+            elif before is None or not is_due:
+                expected = kept[-1] if before is None else before.double()
+            else:
+                share = section.decay
+                expected = share * before.double() + (1 - share) * weight.double()
+            if own is None or _error(own, expected) > 16 * torch.finfo(own.dtype).eps:
+                of = (
+                    f"{section.decay:g} times its previous value plus {1 - section.decay:g} times "
+                    "the weight"
+                    if section.method == "ema"
+                    else f"the mean of its newest {section.k} values"
+                )
+                yield (
+                    f"even on one process, the average of {name} after step {step} is not {of}: "
+                    "weight_averaging is wrong"
                 )
                 return
 

@@ -82,7 +82,8 @@ def run_reference(
             problems += recurrence.problems(step, batches, record, numbers)
             if resolved.config.validation.enable and step in (1, steps):
                 shown = _validate(numbers, job, problems)
-                if step == 1:
+                # The first average is equal to the weights.
+                if step == (1 if job.trainer.average is None else steps):
                     problems += formulas.wrong_validation(job, shown)
         result.problems = tuple(dict.fromkeys([*left_over, *problems]))
         return result

@@ -26,7 +26,7 @@ class Explained(str):
 
 
 def name_factor(
-    factor: float, dims: Grid, *, num_microbatches: int = 0, num_targets: int = 0, batch: int = 0
+    factor: float, dims: Grid, *, num_microbatches: int = 0, num_targets: float = 0, batch: int = 0
 ) -> str:
     """The degree or count that equals a factor, such as "the degree of cp"; "" for none.
 

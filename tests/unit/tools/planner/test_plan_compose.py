@@ -125,6 +125,10 @@ def test_composed_updates_of_muon_equal_traced_ones(plan: tuple[str, ...]) -> No
     check("moe_ep4" if plan else "tp2_fsdp2", "--optimizer.name=Muon", *plan)
 
 
+def test_averages_of_the_weights_are_optimizer_state() -> None:
+    check("tp2_fsdp2", "--weight_averaging.method=last_k", "--weight_averaging.k=2")
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_composed_steps_equal_traced_ones(name: str) -> None:
     check(name)
