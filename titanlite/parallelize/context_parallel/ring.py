@@ -413,7 +413,8 @@ def _(
 def _(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sinks = saved[-1]
+    # The last of eleven; torch leaves out what is None at the end.
+    sinks = saved[10] if len(saved) > 10 else None
     of_sinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return _empty_heads_inside(q), _empty_heads_inside(k), _empty_heads_inside(v), of_sinks
 
