@@ -5,7 +5,6 @@ Each returns a list of (key, "what is wrong; what to do"), as `problems` of a co
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from titanlite.errors import nearest
 from titanlite.mesh.parallel_dims import ParallelDims, divisors
@@ -37,17 +36,6 @@ def share_problems(tp: int, numbers: Mapping[str, int]) -> Problems:
         for name, number in numbers.items()
         if number % tp
     ]
-
-
-def window_problems(window: Any, seq_len: int) -> Problems:
-    """Sequences that are longer than a sliding window, if there is one."""
-    if not isinstance(window, int) or window >= seq_len:
-        return []
-    message = (
-        f"{seq_len} tokens are more than sliding_window {window}, and windows are not supported; "
-        f"give at most {window}"
-    )
-    return [("training.seq_len", message)]
 
 
 def _listed(numbers: Sequence[int]) -> str:

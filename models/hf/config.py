@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.models.sizes import Problems, share_problems, window_problems
+from titanlite.models.sizes import Problems, share_problems
 
 FAMILIES = {
     "GPT2Config": "gpt2",
@@ -91,11 +91,11 @@ class HFConfig:
                 )
             ]
         if self._is_known(given):
-            return self._size_problems(given, dims, seq_len)
+            return self._size_problems(given, dims)
         # Other families are judged by the model itself, which needs torch.
         from titanlite.models.hf.families import missing
 
-        return missing(self, dims.tp, dims.pp, dims.cp, seq_len)
+        return missing(self, dims.tp, dims.pp, dims.cp)
 
     def _is_known(self, given: dict[str, Any]) -> bool:
         if TP_TABLE in given and not self._is_gpt2(given):
@@ -132,9 +132,7 @@ class HFConfig:
             )
         return found
 
-    def _size_problems(
-        self, given: dict[str, Any], dims: ParallelDims, seq_len: int
-    ) -> list[tuple[str, str]]:
+    def _size_problems(self, given: dict[str, Any], dims: ParallelDims) -> list[tuple[str, str]]:
         if self._is_gpt2(given):
             return self._gpt2_problems(given, dims)
         heads = given.get("num_attention_heads")
@@ -142,8 +140,6 @@ class HFConfig:
         numbers = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
         known = {name: number for name, number in numbers.items() if isinstance(number, int)}
         found = share_problems(dims.tp, known)
-        if given.get("use_sliding_window", True):
-            found += window_problems(given.get("sliding_window"), seq_len)
         if dropout := given.get("attention_dropout"):
             found.append(
                 ("model.values", f"attention_dropout {dropout} differs between plans; set it to 0")

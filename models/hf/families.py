@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from titanlite.models.hf.config import TP_TABLE, HFConfig
 from titanlite.models.hf.model import ATTENTION, build, configuration
-from titanlite.models.sizes import share_problems, window_problems
+from titanlite.models.sizes import share_problems
 from titanlite.parallelize.plan import block_lists, derive_plan, match_modules
 from titanlite.parallelize.tensor_parallel.styles import NormLocal
 
@@ -152,7 +152,7 @@ def _holds(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def missing(sizes: HFConfig, tp: int, pp: int, cp: int, seq_len: int) -> list[Problem]:
+def missing(sizes: HFConfig, tp: int, pp: int, cp: int) -> list[Problem]:
     """What this model lacks for a plan, as (key, message); the model is built without storage."""
     text = json.dumps([sizes.path, sizes.config_class, sizes.values], sort_keys=True, default=str)
     try:
@@ -161,7 +161,7 @@ def missing(sizes: HFConfig, tp: int, pp: int, cp: int, seq_len: int) -> list[Pr
         key = "model.path" if sizes.path is not None else "model.config_class"
         why = " ".join(str(error).split())
         return [(key, f"{why[:200]}; give a causal language model of transformers")]
-    return list(_missing(config, model, structure, tp, pp, cp, seq_len))
+    return list(_missing(config, model, structure, tp, pp, cp))
 
 
 class _Same:
@@ -189,7 +189,7 @@ def _built(text: str, same: _Same) -> tuple[Any, Any, Structure]:
 
 
 def _missing(
-    config: Any, model: Any, structure: Structure, tp: int, pp: int, cp: int, seq_len: int
+    config: Any, model: Any, structure: Structure, tp: int, pp: int, cp: int
 ) -> Iterator[Problem]:
     name = type(model).__name__
     degree = "parallelism.{}_parallel_degree"
@@ -230,22 +230,11 @@ def _missing(
             f"{name} drops out, in {dropped}, and differently under each plan; set its dropout "
             "to 0",
         )
-    if getattr(config, "attn_logit_softcapping", None):
-        yield (
-            "model.values",
-            "attn_logit_softcapping is not supported; set it to None, or give another model",
-        )
     if getattr(config, "attention_dropout", 0):
         yield ("model.values", "attention_dropout differs between plans; set it to 0")
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    is_used = getattr(config, "use_sliding_window", True)
-    if kinds is not None:
-        is_used = "sliding_attention" in kinds
-        if other := sorted({*kinds} - {"full_attention", "sliding_attention"}):
-            yield ("model.values", f"layers of type {other[0]} are not supported")
-    if is_used:
-        yield from window_problems(window, seq_len)
+    kinds = getattr(config, "layer_types", None) or ()
+    if other := sorted({*kinds} - {"full_attention", "sliding_attention"}):
+        yield ("model.values", f"layers of type {other[0]} are not supported")
 
 
 def _missing_for_tp(config: Any, model: Any, structure: Structure, tp: int) -> Iterator[Problem]:

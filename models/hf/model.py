@@ -5,9 +5,11 @@ which context parallelism can replace; a pipeline stage has a forward that skips
 not have; and GPT-2's joined projection has a dimension for q, k and v, so that each can be sharded.
 """
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
@@ -15,12 +17,12 @@ from transformers.pytorch_utils import Conv1D
 
 from titanlite.models.hf.config import HFConfig
 from titanlite.modules.attention import CausalAttention
-from titanlite.parallelize.context_parallel.huggingface import no_mask, refuse_unsupported
+from titanlite.parallelize.context_parallel.huggingface import no_mask, scoring
 
 if TYPE_CHECKING:
     from titanlite.modules.batch import Batch
 
-ATTENTION = "titanlite_attention"
+ATTENTION, EXPERTS = "titanlite_attention", "titanlite_experts"
 
 # transformers imports torchao if it is installed, which logs libraries built for other machines,
 # and what torch deprecates of it.
@@ -67,6 +69,11 @@ def build(sizes: HFConfig) -> nn.Module:
     transformers.AttentionInterface.register(ATTENTION, _attend)
     # None: the attention itself is causal, and positions need not be consecutive.
     AttentionMaskInterface.register(ATTENTION, no_mask)
+    with contextlib.suppress(ImportError):  # transformers 4 has a loop over the experts
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _use_experts)
+        config._experts_implementation = EXPERTS
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     for module in list(model.modules()):
         if type(module).__name__.endswith("Attention"):
@@ -87,9 +94,18 @@ def _attend(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls; the output is [B, T, H, E]."""
-    refuse_unsupported(type(module).__name__, more)
+    keys = scoring(type(module).__name__, more)
     attention: nn.Module = getattr(module, ATTENTION)
-    return attention(q, k, v, scale=scaling, documents=documents).transpose(1, 2), None
+    return attention(q, k, v, scale=scaling, documents=documents, **keys).transpose(1, 2), None
+
+
+def _use_experts(module: nn.Module, x: Tensor, *routing: Tensor) -> Any:
+    """The function of experts that transformers calls; grouped products do not take float64."""
+    from transformers.integrations import moe
+
+    is_wide = x.dtype == torch.float64
+    compute = moe.batched_mm_experts_forward if is_wide else moe.grouped_mm_experts_forward
+    return compute(module, x, *routing)
 
 
 def inputs(batch: "Batch") -> dict[str, Any]:

@@ -552,15 +552,22 @@ def check_operator(world: World, rotate_method: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         arguments = (q.to(dtype), kv.to(dtype), kv.to(dtype) + 1, *settings)
         inputs = [part.detach() for part in arguments[:3]]
-        for documents in (None, torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])):
-            torch.library.opcheck(
-                torch.ops.titanlite.ring_attention.default, (*arguments, documents)
-            )
-            found = torch.ops.titanlite.ring_attention(*arguments, documents)
+        documents = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
+        sinks = torch.randn(4, requires_grad=True)
+        for more in ((None,), (documents,), (None, 3, 2.0, sinks)):
+            torch.library.opcheck(torch.ops.titanlite.ring_attention.default, (*arguments, *more))
+            found = torch.ops.titanlite.ring_attention(*arguments, *more)
             out, lse = (part.detach() for part in found)
             torch.library.opcheck(
                 torch.ops.titanlite.ring_attention_backward.default,
-                (out, *inputs, out, lse, *settings, documents),
+                (
+                    out,
+                    *inputs,
+                    out,
+                    lse,
+                    *settings,
+                    *(m.detach() if m is sinks else m for m in more),
+                ),
             )
 
 

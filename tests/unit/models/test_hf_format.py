@@ -28,7 +28,7 @@ from titanlite.models.hf_format import (
     weight_files,
 )
 from titanlite.models.spec import ModelSpec
-from titanlite.parallelize.context_parallel.huggingface import no_mask, refuse_unsupported
+from titanlite.parallelize.context_parallel.huggingface import no_mask, scoring
 
 # How a parameter of a shape is stored, and the same in plain operations.
 LAYOUTS: list[tuple[tuple[int, ...], HFTensor, Callable[[Tensor], Tensor]]] = [
@@ -239,10 +239,11 @@ def test_padding_and_options_that_change_attention_are_refused() -> None:
     no_mask(1, attention_mask=torch.ones(1, 4))
     with pytest.raises(TitanliteError, match="mask the padding's targets by -100"):
         no_mask(1, attention_mask=torch.tensor([[0, 1]]))
-    refuse_unsupported("A", {"dropout": 0.0, "softcap": None, "is_causal": True})
-    for options in ({"softcap": 50.0}, {"dropout": 0.1}, {"is_causal": False}, {"s_aux": 1}):
+    given = {"dropout": 0.0, "softcap": 2.0, "sliding_window": 4, "is_causal": True}
+    assert scoring("A", given) == {"softcap": 2.0, "window": 4, "sinks": None}
+    for options in ({"position_bias": 1}, {"dropout": 0.1}, {"is_causal": False}):
         with pytest.raises(TitanliteError, match="A has attention with "):
-            refuse_unsupported("A", options)
+            scoring("A", options)
 
 
 @pytest.mark.usefixtures("registered")

@@ -5,6 +5,7 @@ size.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +27,19 @@ class CausalAttention(nn.Module):
         scale: float | None = None,
         *,
         documents: Tensor | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention output [B, H, T, E]; the queries are the last T of the S positions.
 
         `documents` [B, S] are the numbers of the keys' documents within their sequence. A query
-        then attends only to keys of its own document.
+        then attends only to keys of its own document; with a `window`, only to the last `window`
+        keys up to its own. `softcap` replaces a score s by softcap x tanh(s / softcap). `sinks`
+        [H] are scores of a key without a value, which every query attends to.
         """
-        return attend(q_BHTE, k_BKSE, v_BKSE, scale=scale, documents=documents)
+        keys: Any = {"window": window, "softcap": softcap, "sinks": sinks}
+        return attend(q_BHTE, k_BKSE, v_BKSE, scale=scale, documents=documents, **keys)
 
 
 def attend(
@@ -43,22 +50,35 @@ def attend(
     is_causal: bool = True,
     scale: float | None = None,
     documents: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one rank, causal or not, within documents [B, S] if these are given.
 
-    If there are fewer queries than keys, the queries are the last positions.
+    If there are fewer queries than keys, the queries are the last positions. A `window` is causal.
+    With `softcap` or `sinks` (see CausalAttention), all scores are in memory at once.
     """
     num_queries, num_keys = q_BHTE.size(2), k_BKSE.size(2)
+    if window is not None and window >= num_keys:
+        window = None
     known = None if documents is None or num_queries != num_keys else known_of(documents)
+    by_scores = softcap is not None or sinks is not None
     has_kernel = q_BHTE.dtype.itemsize == 2 and q_BHTE.size(3) in range(8, 257, 8)
+    has_kernel &= v_BKSE.size(3) == q_BHTE.size(3) and not (by_scores or window)
     if known is not None and known.starts is not None and has_kernel:
         return _attend_in_a_row(q_BHTE, k_BKSE, v_BKSE, known, is_causal, scale)
     mask = None
     # A single query is the last position and attends to every key.
-    if documents is not None or (is_causal and num_queries not in (num_keys, 1)):
-        make = partial(_mask, q_BHTE, num_keys, is_causal, documents)
-        is_shared = known is not None and not torch.compiler.is_compiling()
-        mask = known.bias(is_causal, q_BHTE.dtype, make) if known and is_shared else make()
+    is_cut = is_causal and (by_scores or num_queries not in (num_keys, 1))
+    if documents is not None or window or is_cut:
+        make = partial(_mask, q_BHTE, num_keys, is_causal, documents, window)
+        is_shared = known is not None and not torch.compiler.is_compiling() and not by_scores
+        kind = (is_causal, window, q_BHTE.dtype)
+        mask = known.bias(kind, make) if known and is_shared else make()
+    if by_scores:
+        scale = q_BHTE.size(3) ** -0.5 if scale is None else scale
+        return _attend_by_scores(q_BHTE, k_BKSE, v_BKSE, mask, scale, softcap, sinks)
     repeats = q_BHTE.size(1) // k_BKSE.size(1) if q_BHTE.is_cuda else 1
     if repeats > 1 and (mask is not None or q_BHTE.dtype == torch.float32):
         # The kernel for masks and float32 takes no grouped heads; the next one keeps all scores.
@@ -84,11 +104,39 @@ def _attend_in_a_row(
     return out.unflatten(0, (q.size(0), -1)).transpose(1, 2)
 
 
-def _mask(q: Tensor, num_keys: int, is_causal: bool, documents: Tensor | None) -> Tensor:
+def _attend_by_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention by products and a softmax, in at least float32, for what no fused kernel takes."""
+    k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.mT).to(dtype) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(mask.logical_not(), -torch.inf)
+    if sinks is not None:
+        column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    return scores.softmax(-1)[..., : k.size(2)].to(v.dtype) @ v
+
+
+def _mask(
+    q: Tensor, num_keys: int, is_causal: bool, documents: Tensor | None, window: int | None
+) -> Tensor:
     """The mask of the last queries, true where they attend."""
     mask = torch.ones(q.size(2), num_keys, dtype=torch.bool, device=q.device)
-    if is_causal:
-        mask = mask.tril(num_keys - q.size(2))
+    last = num_keys - q.size(2)
+    if is_causal or window:
+        mask = mask.tril(last)
+    if window:
+        mask = mask.triu(last + 1 - window)
     if documents is not None:
         mask = mask & same_document(documents[:, -q.size(2) :], documents)
     return mask

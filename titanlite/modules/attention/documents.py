@@ -47,13 +47,16 @@ class Documents:
         """The numbers on the device."""
         return moved(torch.from_numpy(self.numbers), self._device)
 
-    def bias(self, is_causal: bool, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """What all layers add to their scores: 0 where the mask that `make` makes is true."""
-        if (key := (is_causal, dtype)) not in self._biases:
+    def bias(self, kind: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+        """What all layers of one kind add to their scores: 0 where the mask of `make` is true.
+
+        The last of `kind` is the dtype.
+        """
+        if kind not in self._biases:
             is_out = make().logical_not()
-            zeros = torch.zeros_like(is_out, dtype=dtype)
-            self._biases[key] = zeros.masked_fill_(is_out, -torch.inf)
-        return self._biases[key]
+            zeros = torch.zeros_like(is_out, dtype=kind[-1])
+            self._biases[kind] = zeros.masked_fill_(is_out, -torch.inf)
+        return self._biases[kind]
 
     def compare(self, rank: int, part: slice, other: int, keys: slice) -> tuple[bool, bool]:
         """Whether tokens of two ranks may have a document in common, and whether all have one."""

@@ -52,12 +52,13 @@ class Scoring(NamedTuple):
     """How the scores of a block are computed: the factor on q k, and which scores are left out.
 
     With `causal` (T = S), each query attends to the keys up to its own index. A `mask` excludes
-    `causal`.
+    `causal`. A `softcap` c, which only Plain takes, replaces a score s by c tanh(s / c).
     """
 
     causal: bool
     scale: float
     mask: Tensor | None = None
+    softcap: float | None = None
 
 
 class Kernel(ABC):
@@ -233,11 +234,16 @@ class Plain(Kernel):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
-        weights = torch.exp(self._scores(q, k, how) - lse.unsqueeze(-1))
+        scores = self._scores(q, k, how)
+        weights = torch.exp(scores - lse.unsqueeze(-1))
         grad = grad.to(weights.dtype)
         correction = (grad * out.to(weights.dtype)).sum(-1, keepdim=True)
         grad_weights = grad @ _repeat_heads(v, q).to(weights.dtype).mT
         grad_scores = weights * (grad_weights - correction) * how.scale
+        if how.softcap is not None:
+            # Of a masked score, the weight is 0.
+            capped = scores.masked_fill_(scores == -torch.inf, 0) / how.softcap
+            grad_scores *= 1 - capped.square()
         dq = grad_scores @ _repeat_heads(k, q).to(weights.dtype)
         dk = _sum_heads(grad_scores.mT @ q.to(weights.dtype), k.size(1))
         dv = _sum_heads(weights.mT @ grad, v.size(1))
@@ -246,6 +252,8 @@ class Plain(Kernel):
     def _scores(self, q: Tensor, k: Tensor, how: Scoring) -> Tensor:
         dtype = accumulator_dtype(q.dtype)
         scores = q.to(dtype) @ _repeat_heads(k, q).to(dtype).mT * how.scale
+        if how.softcap is not None:
+            scores = torch.tanh(scores / how.softcap).mul_(how.softcap)
         if how.causal:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores.masked_fill_(future, -torch.inf)

@@ -37,8 +37,7 @@ def register_ring_attention(
     position_ids that start at 0 in each document. Attention may be grouped-query.
 
     The model raises TitanliteError for positions that are not those of `layout.positions`, without
-    `documents`; for a padding mask; and for attention that is not plain and causal (dropout,
-    sliding windows shorter than the sequence, soft-capped scores, attention sinks).
+    `documents`; for a padding mask; and for attention that is not causal or has dropout.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -57,16 +56,14 @@ def register_ring_attention(
         documents: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        refuse_unsupported(type(module).__name__, options)
+        keys = scoring(type(module).__name__, options)
         seq_len = q.size(2) * ring.layout.num_ranks
-        window = options.get("sliding_window")
-        if mask is not None or (window is not None and window < seq_len):
-            what = "a mask" if mask is not None else f"a sliding window of {window} tokens"
-            raise TitanliteError(f"ring attention has no masks, but there is {what}; remove it")
+        if mask is not None:
+            raise TitanliteError("ring attention has no masks, but there is a mask; remove it")
         is_first = getattr(module, "layer_idx", None) == 0 and documents is None
         if is_first and not torch.compiler.is_compiling():
             _check_positions(options.get("position_ids"), ring.layout.positions(rank, seq_len))
-        return ring(q, k, v, True, scaling, documents=documents).transpose(1, 2), None
+        return ring(q, k, v, True, scaling, documents=documents, **keys).transpose(1, 2), None
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, no_mask)
@@ -82,14 +79,19 @@ def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
         )
 
 
-def refuse_unsupported(name: str, options: Mapping[str, Any]) -> None:
-    """Raises TitanliteError for an option of attention that changes its result."""
-    for option in ("softcap", "s_aux", "position_bias", "head_mask"):
+def scoring(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The window, softcap and sinks that transformers gives an attention.
+
+    Raises TitanliteError for another option that changes the result.
+    """
+    for option in ("position_bias", "head_mask"):
         if options.get(option) is not None:
             raise TitanliteError(f"{name} has attention with {option}, which is not supported")
     if options.get("dropout") or options.get("is_causal") is False:
         what = "dropout" if options.get("dropout") else "no causal mask"
         raise TitanliteError(f"{name} has attention with {what}, which is not supported")
+    given = {"window": "sliding_window", "softcap": "softcap", "sinks": "s_aux"}
+    return {own: options.get(theirs) for own, theirs in given.items()}
 
 
 def _check_positions(given: Any, own: Tensor) -> None:

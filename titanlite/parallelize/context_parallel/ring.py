@@ -15,12 +15,15 @@ Sources: Ring Attention (arXiv 2310.01889), pass-KV (arXiv 2411.01783).
 Shapes: B batch, H query heads, K key/value heads, T local tokens, E head size; kv [2, B, S, K, E].
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -29,7 +32,13 @@ from torch.utils.flop_counter import register_flop_formula
 from titanlite.errors import ConfigError
 from titanlite.modules.attention.dense import attend
 from titanlite.modules.attention.documents import Documents, note, noted, on_host, same_document
-from titanlite.modules.attention.kernels import Kernel, Scoring, accumulator_dtype, choose_kernel
+from titanlite.modules.attention.kernels import (
+    KERNELS,
+    Kernel,
+    Scoring,
+    accumulator_dtype,
+    choose_kernel,
+)
 from titanlite.modules.attention.layout import Layout, Tile, make_layout
 from titanlite.parallelize.context_parallel.rotation import Rotation, find_rotation, gather_whole
 
@@ -44,6 +53,10 @@ def ring_attention(
     rotate_method: str = "alltoall",
     scale: float | None = None,
     documents: Tensor | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks.
 
@@ -51,14 +64,18 @@ def ring_attention(
     All four are shards, as `layout.shard` makes them. Every rank of the one-dimensional `mesh` must
     call this with the same shapes and settings; with one rank it is plain attention. `scale` is by
     default 1 / sqrt(E). `documents` [B, T], also a shard, has the index of each token's document
-    within its sequence; a query then attends only to keys of its own document.
+    within its sequence; a query then attends only to keys of its own document; with a `window`,
+    which is causal, only to the last `window` keys up to its own. `softcap` replaces a score s by
+    softcap x tanh(s / softcap). `sinks` [H] are scores of a key without a value that every query
+    attends to; the ranks' gradients of it add up.
 
     Raises ConfigError for an unknown layout or rotate method, a layout for another number of ranks,
     and an odd number of local tokens if the layout needs two chunks per rank; ValueError for shapes
     that do not match.
     """
     ring = RingAttention(mesh, layout, rotate_method)
-    return ring(q, k, v, causal, scale, documents=documents)
+    keys: Any = {"window": window, "softcap": softcap, "sinks": sinks}
+    return ring(q, k, v, causal, scale, documents=documents, **keys)
 
 
 class RingAttention(nn.Module):
@@ -108,6 +125,9 @@ class RingAttention(nn.Module):
         is_causal: bool | None = None,
         enable_gqa: bool = False,
         documents: Tensor | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """`ring_attention` with the arguments of torch's scaled_dot_product_attention too.
 
@@ -123,18 +143,25 @@ class RingAttention(nn.Module):
             )
         given = causal if is_causal is None else is_causal
         causal = self.is_causal if given is None else given
+        num_values = v.size(-1)
+        if v.dim() == 4 and num_values < q.size(-1):  # values of latent attention are shorter
+            v = F.pad(v, (0, q.size(-1) - num_values))
         _check_shapes(q, k, v, documents)
         if self.layout.num_ranks == 1:
-            return attend(q, k, v, is_causal=causal, scale=scale, documents=documents)
+            keys: Any = {"window": window, "softcap": softcap, "sinks": sinks}
+            out = attend(q, k, v, is_causal=causal, scale=scale, documents=documents, **keys)
+            return out[..., :num_values]
         if q.size(2) % self.layout.chunks_per_rank:
             raise ConfigError(
                 f"sequence length: {q.size(2)} tokens on a rank cannot be split into two equal "
                 f"chunks for the {self.layout.name} layout; shard the sequence with layout.shard"
             )
         scale = q.size(3) ** -0.5 if scale is None else scale
+        causal = causal or window is not None
         settings = (self.group_name, self.layout.name, self.rotate_method, causal, scale)
-        out, *_ = torch.ops.titanlite.ring_attention(q, k, v, *settings, documents)
-        return out
+        more = (documents, window, softcap, sinks)
+        out, *_ = torch.ops.titanlite.ring_attention(q, k, v, *settings, *more)
+        return out[..., :num_values]
 
     def extra_repr(self) -> str:
         return (
@@ -168,6 +195,9 @@ def _ring_attention(
     causal: bool,
     scale: float,
     documents: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [B, H, T, E], lse [B, H, T] in the accumulator's dtype)."""
     rotation = _make_rotation(group_name, layout, rotate_method, causal)
@@ -179,13 +209,15 @@ def _ring_attention(
 
     def visit(key_rank: int, kv: Tensor) -> None:
         k, v = kv.transpose(2, 3)
-        for tile, kernel, mask in _parts(rotation, key_rank, q, whole):
+        for tile, kernel, mask in _parts(rotation, key_rank, q, whole, window, softcap):
             rows, keys = tile.queries, tile.keys
-            how = Scoring(tile.causal, scale, mask)
+            how = Scoring(tile.causal, scale, mask, softcap)
             found = kernel.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], how)
             merge(out[:, :, rows], lse[:, :, rows], *found)
 
     rotation.forward(_pack(k, v), visit)
+    if sinks is not None:
+        merge(out, lse, torch.zeros_like(out), sinks.to(dtype)[:, None].expand_as(lse))
     return out.to(q.dtype), lse
 
 
@@ -202,9 +234,12 @@ def _ring_attention_backward(
     rotate_method: str,
     causal: bool,
     scale: float,
-    documents: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
+    documents: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and of the sinks; that one is empty if there are none."""
     rotation = _make_rotation(group_name, layout, rotate_method, causal)
     whole = _documents_of_all(documents, rotation)
     q, grad_out = _with_unit_stride(q), _with_unit_stride(grad_out)
@@ -215,7 +250,7 @@ def _ring_attention_backward(
         k, v = kv.transpose(2, 3)
         dkv = torch.zeros_like(kv, dtype=dtype)
         dk, dv = dkv.transpose(2, 3)
-        for tile, kernel, mask in _parts(rotation, key_rank, q, whole):
+        for tile, kernel, mask in _parts(rotation, key_rank, q, whole, window, softcap):
             rows, keys = tile.queries, tile.keys
             tile_dq, tile_dk, tile_dv = kernel.backward(
                 grad_out[:, :, rows],
@@ -224,7 +259,7 @@ def _ring_attention_backward(
                 v[:, :, keys],
                 out[:, :, rows],
                 lse[:, :, rows],
-                Scoring(tile.causal, scale, mask),
+                Scoring(tile.causal, scale, mask, softcap),
             )
             dq[:, :, rows] += tile_dq
             dk[:, :, keys] += tile_dk
@@ -232,8 +267,14 @@ def _ring_attention_backward(
         return dkv
 
     dk, dv = rotation.backward(_pack(k, v), visit, dtype).transpose(2, 3)
+    of_sinks = q.new_empty(0)
+    if sinks is not None:
+        # A sink takes exp(sink - lse) of a query's attention, and gives it nothing.
+        shares = torch.exp(sinks.to(dtype)[:, None] - lse)
+        of_sinks = -(shares * (grad_out.to(dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
     # Copy, because the outputs of a custom operator must not share memory, as dk and dv do here.
-    return dq.to(q.dtype), _empty_heads_inside(k).copy_(dk), _empty_heads_inside(v).copy_(dv)
+    copies = _empty_heads_inside(k).copy_(dk), _empty_heads_inside(v).copy_(dv)
+    return dq.to(q.dtype), *copies, of_sinks
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -266,30 +307,64 @@ def _documents_of_all(documents: Tensor | None, rotation: Rotation) -> Documents
 
 
 def _parts(
-    rotation: Rotation, key_rank: int, q: Tensor, documents: Documents | None
+    rotation: Rotation,
+    key_rank: int,
+    q: Tensor,
+    documents: Documents | None,
+    window: int | None,
+    softcap: float | None,
 ) -> Iterator[tuple[Tile, Kernel, Tensor | None]]:
     """The tiles of this rank's queries and `key_rank`'s keys, each with its kernel and its mask.
 
-    A tile that surely has no pair of one document is left out. The mask is None if all pairs of the
-    tile have one document; it contains a causal tile's triangle. Nothing that is sent depends on
-    this, so ranks may decide differently.
+    A tile that surely has no pair of one document, or of one window, is left out. The mask is None
+    if all pairs of the tile are of both; it contains a causal tile's triangle. Nothing that is sent
+    depends on this, so ranks may decide differently.
     """
     inputs = q.device, q.dtype, q.size(3)
-    kernel = choose_kernel(*inputs)
-    if documents is None:
-        yield from ((tile, kernel, None) for tile in _tiles(rotation, key_rank, q, kernel))
-        return
-    masked = choose_kernel(*inputs, masked=True)
+    kernel, masked = choose_kernel(*inputs), choose_kernel(*inputs, masked=True)
+    if softcap is not None:
+        kernel = masked = KERNELS[-1]
     rank = rotation.group.rank()
     for tile in _tiles(rotation, key_rank, q, kernel):
-        may_meet, is_one = documents.compare(rank, tile.queries, key_rank, tile.keys)
-        if is_one:
+        masks = []
+        if documents is not None:
+            may_meet, is_one = documents.compare(rank, tile.queries, key_rank, tile.keys)
+            if not may_meet:
+                continue
+            if not is_one:
+                own, theirs = documents.whole[rank], documents.whole[key_rank]
+                masks.append(same_document(own[:, tile.queries], theirs[:, tile.keys]))
+        if window is not None:
+            rows, keys = (
+                _positions(rotation.layout, of, q.size(2), q.device)[part]
+                for of, part in ((rank, tile.queries), (key_rank, tile.keys))
+            )
+            nearest, farthest = _distances(rotation.layout, rank, key_rank, q.size(2), tile)
+            if nearest >= window:
+                continue
+            if farthest >= window:
+                masks.append((rows[:, None] - keys < window)[None, None])
+        if not masks:
             yield tile, kernel, None
-        elif may_meet:
-            own, theirs = documents.whole[rank], documents.whole[key_rank]
-            mask = same_document(own[:, tile.queries], theirs[:, tile.keys])
-            mask = mask.tril() if tile.causal else mask
-            yield replace(tile, causal=False), masked, mask
+            continue
+        mask = functools.reduce(torch.logical_and, masks).expand(q.size(0), -1, -1, -1)
+        yield replace(tile, causal=False), masked, mask.tril() if tile.causal else mask
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(layout: Layout, rank: int, n: int, device: torch.device) -> Tensor:
+    """The positions of a rank's `n` tokens, kept on the device."""
+    return layout.positions(rank, n * layout.num_ranks).to(device)
+
+
+def _distances(layout: Layout, rank: int, key_rank: int, n: int, tile: Tile) -> tuple[int, int]:
+    """How far the keys of a tile are before its queries: at least, and at most."""
+    cpu = torch.device("cpu")
+    rows, keys = (
+        _positions(layout, of, n, cpu)[part].tolist()
+        for of, part in ((rank, tile.queries), (key_rank, tile.keys))
+    )
+    return max(0, rows[0] - keys[-1]), rows[-1] - keys[0]
 
 
 def _tiles(rotation: Rotation, key_rank: int, q: Tensor, kernel: Kernel) -> list[Tile]:
@@ -327,27 +402,42 @@ def _(
     causal: bool,
     scale: float,
     documents: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _empty_heads_inside(q), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
 
 
 @_ring_attention_backward.register_fake
 def _(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_heads_inside(q), _empty_heads_inside(k), _empty_heads_inside(v)
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # The last of eleven; torch leaves out what is None at the end.
+    sinks = saved[10] if len(saved) > 10 else None
+    of_sinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return _empty_heads_inside(q), _empty_heads_inside(k), _empty_heads_inside(v), of_sinks
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, *ctx.settings, documents = inputs
-    ctx.save_for_backward(q, k, v, *output, documents)
+    q, k, v, *ctx.settings, documents, window, softcap, sinks = inputs
+    ctx.scoring = window, softcap
+    ctx.save_for_backward(q, k, v, *output, documents, sinks)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx, grad_out: Tensor, *_) -> tuple[Tensor | None, ...]:
-    *saved, documents = ctx.saved_tensors
-    grads = torch.ops.titanlite.ring_attention_backward(grad_out, *saved, *ctx.settings, documents)
-    return *grads, *(None for _ in ctx.settings), None
+    *saved, documents, sinks = ctx.saved_tensors
+    backward = torch.ops.titanlite.ring_attention_backward
+    *grads, of_sinks = backward(grad_out, *saved, *ctx.settings, documents, *ctx.scoring, sinks)
+    return (
+        *grads,
+        *(None for _ in ctx.settings),
+        None,
+        None,
+        None,
+        of_sinks if sinks is not None else None,
+    )
 
 
 @register_flop_formula(torch.ops.titanlite.ring_attention)
