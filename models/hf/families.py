@@ -22,7 +22,12 @@ from titanlite.models.sizes import share_problems
 from titanlite.parallelize.plan import block_lists, derive_plan, match_modules
 from titanlite.parallelize.tensor_parallel.styles import NormLocal
 
-PIPELINE_TYPES = ("gemma", "gpt2", "llama", "mistral", "olmo", "olmo2", "phi3", "qwen2", "qwen3")
+PIPELINE_TYPES = (
+    *("deepseek_v3", "ernie4_5", "exaone4", "gemma", "glm", "glm4"),
+    *("glm4_moe", "gpt2", "gpt_oss", "llama", "mistral", "mixtral"),
+    *("olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe"),
+    *("qwen3", "qwen3_moe", "smollm3", "starcoder2"),
+)
 """The types whose forward is that of `stage_forward`; others scale or mask between blocks."""
 
 Problem = tuple[str, str]

@@ -48,7 +48,8 @@ def _expert_parallel(job: Draft) -> Iterator[str]:
         return
     experts = job.num_experts
     if not experts:
-        yield f"{EP}: {dims.ep}, but the model has no experts; remove this key"
+        what = "experts of transformers stay whole" if job.config.model.name == "hf" else ""
+        yield f"{EP}: {dims.ep}, but {what or 'the model has no experts'}; remove this key"
         return
     room = dims.num_expert_ranks
     legal = [degree for degree in divisors(room) if experts % degree == 0]
