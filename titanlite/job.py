@@ -30,19 +30,20 @@ from titanlite.models.build import initial_model
 from titanlite.modules.attention import Layout
 from titanlite.modules.batch import Batch
 from titanlite.modules.draws import Draws, separate_draws, states_of_generators
+from titanlite.modules.lora import adapted_layer, merged
 from titanlite.modules.shards import buffers_of, parameters_of, whole_tensor
-from titanlite.parallelize import ParallelPlan, PipelineRunner
+from titanlite.parallelize import ParallelPlan, PipelineRunner, tensor_account
 from titanlite.parallelize.activation_checkpoint.apply import RecomputationReport
 from titanlite.parallelize.async_tensor_parallel.apply import Fusions
 from titanlite.parallelize.async_tensor_parallel.step import warn_of_slow_rings, watch_fusions
 from titanlite.parallelize.compile.apply import keep_caches_apart
+from titanlite.parallelize.lora.spec import LoRA
 from titanlite.parallelize.parallelize import split_and_parallelize, step_of
 from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.steps import STEPS
 from titanlite.parallelize.tensor_account import (
     TensorAccount,
     account_of,
-    merged,
     require_whole,
     summed_row,
 )
@@ -199,6 +200,17 @@ class Job:
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(canonical name, parameter at its full shape); a collective call."""
         return self.whole(lambda parameter: parameter.detach())
+
+    @property
+    def lora_scales(self) -> dict[str, float]:
+        """The adapted layers of the whole model, and alpha / rank of each."""
+        section = self.config.section(LoRA)
+        layers = filter(None, map(adapted_layer, self.parameter_shapes()))
+        return dict.fromkeys(layers, section.alpha / section.rank)
+
+    def merged_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Like `whole_parameters`, with the adapters of LoRA added to the weights."""
+        return merged(self.whole_parameters(), self.lora_scales)
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Like `whole_parameters`, for the gradients; call it after `trainer.compute_gradients`."""
@@ -367,7 +379,7 @@ def _whole_account(own: dict[str, TensorAccount], meshes: Meshes) -> dict[str, T
     if meshes.pp is not None:
         everyone = [None] * meshes.pp.size()
         dist.all_gather_object(everyone, own, group=meshes.pp.get_group())
-    return merged(everyone)
+    return tensor_account.merged(everyone)
 
 
 def _initialize(

@@ -37,6 +37,7 @@ from titanlite.models.hf_format import (
     is_hf_folder,
     read_json,
 )
+from titanlite.modules.lora import adapted_layer
 
 # As transformers 4: the size above which the weights are written as several files.
 SHARD_BYTES = 5_000_000_000
@@ -161,8 +162,9 @@ def save_model_files(
 ) -> None:
     """Gather the weights on rank 0, which writes a Hugging Face folder and seals it.
 
-    A model without a Hugging Face format is written as one .safetensors file. Every rank must call
-    this. Rank 0 holds one file of the folder in memory, in `dtype`.
+    Adapters are added to the weights. A model without a Hugging Face format is written as one
+    .safetensors file. Every rank must call this. Rank 0 holds one file of the folder in memory, in
+    `dtype`.
     """
     buffers: dict[str, Tensor] = {}
     own = {n: buffer.cpu() for n, buffer in job.buffers.items() if job.holds_first(n)}
@@ -172,9 +174,9 @@ def save_model_files(
     writer = None
     if job.world.is_first:
         text = {CONFIG_KEY: json.dumps(job.config.model_dump(mode="json", exclude_unset=True))}
-        shapes = job.parameter_shapes()
+        shapes = {n: shape for n, shape in job.parameter_shapes().items() if not adapted_layer(n)}
         writer = FolderWriter(folder, shapes, names, dtype, buffers=buffers, text=text)
-    for name, whole in job.whole_parameters():
+    for name, whole in job.merged_parameters():
         if writer is not None:
             writer.add(name, whole)
     if writer is not None:

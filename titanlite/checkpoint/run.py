@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import state
+from titanlite.checkpoint.adapters import kind_of_files, save_adapters
 from titanlite.checkpoint.folder import CheckpointFolder, look_at, make_token
 from titanlite.checkpoint.group import CheckpointGroup
 from titanlite.checkpoint.huggingface import save_model_files
@@ -26,7 +27,6 @@ from titanlite.checkpoint.manifest import FileRecord, Manifest
 from titanlite.checkpoint.staging import CpuStager
 from titanlite.checkpoint.start import start_from
 from titanlite.checkpoint.storage import Seal, cause_line, first_failure, save, save_async
-from titanlite.checkpoint.weights import Names
 from titanlite.errors import ConfigError, NonFiniteError, TitanliteError
 from titanlite.job import Job
 from titanlite.parallelize.part import DTYPES
@@ -207,7 +207,7 @@ class Checkpoints:
         job, section = self._job, self._section
         dtype = EXPORT_DTYPES[section.export_dtype]
         folder = self._folder.unfinished(step, self._token)
-        in_hf = "safetensors" if Names.of(job).format is None else "huggingface"
+        in_hf = kind_of_files(job)
         seal = self._sealer(
             folder,
             step=step,
@@ -218,7 +218,8 @@ class Checkpoints:
         self._saving_to = self._folder.at(step)
         with self._explaining(), self._ranks.with_long_timeout():
             if section.last_save_in_hf:
-                self._ranks.all_do(lambda: save_model_files(job, folder, dtype, seal, self._ranks))
+                save_files = save_adapters if in_hf == "peft" else save_model_files
+                self._ranks.all_do(lambda: save_files(job, folder, dtype, seal, self._ranks))
             else:
                 save(self._weights(dtype), folder, self._ranks.group, seal)
         said = self._said(self._saving_to, start)

@@ -25,6 +25,7 @@ DATA: Mapping[str, tuple[str, ...]] = {
     "job": ("description",),
     "model": ("name", "flavor"),
     "training": ("dataset", "seq_len", "dtype", "mixed_precision_param", "mixed_precision_reduce"),
+    "lora": ("rank", "alpha", "target_modules"),
     "sampling": ("num_samples", "temperature", "top_k", "top_p", "num_tokens"),
     "debug": ("seed", "deterministic", "deterministic_warn_only"),
 }
