@@ -204,9 +204,8 @@ class Job:
     @property
     def lora_scales(self) -> dict[str, float]:
         """The adapted layers of the whole model, and alpha / rank of each."""
-        section = self.config.section(LoRA)
         layers = filter(None, map(adapted_layer, self.parameter_shapes()))
-        return dict.fromkeys(layers, section.alpha / section.rank)
+        return dict.fromkeys(layers, self.config.section(LoRA).scale)
 
     def merged_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Like `whole_parameters`, with the adapters of LoRA added to the weights."""

@@ -37,6 +37,9 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each text, without special tokens. Raises UnicodeEncodeError."""
 
+    def encode_template(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The same for text of a chat template, in which special tokens are spelled out."""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text; bytes that are not UTF-8 become U+FFFD."""
 
@@ -51,6 +54,8 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    encode_template = encode
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
@@ -107,6 +112,13 @@ class FileTokenizer:
             text.encode()  # the package replaces lone surrogates in silence
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+    def encode_template(self, texts: Sequence[str]) -> list[np.ndarray]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(texts)
+        finally:
+            self._tokenizer.encode_special_tokens = True
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)

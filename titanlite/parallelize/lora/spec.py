@@ -33,6 +33,11 @@ class LoRA(Section):
         True, "B starts at zero; false: random, as titanlite verify needs it", torchtitan=OWN
     )
 
+    @property
+    def scale(self) -> float:
+        """The factor of the updates; 0 without adapters."""
+        return self.alpha / self.rank if self.rank else 0.0
+
 
 @reads("lora", "model.converters", ASYNC_TP)
 def _lora(job: "Draft") -> Iterator[str]:

@@ -39,7 +39,7 @@ def apply(part: Part) -> PlanRow:
     count = sum(isinstance(layer, LoRALinear) for layer in whole.modules())
     of_all = ", ".join(section.target_modules) or "all in the blocks"
     base = part.config.checkpoint.initial_load_path or "initial weights"
-    note = f"{count} linear layers ({of_all}), scale {section.alpha / section.rank:g}; base: {base}"
+    note = f"{count} linear layers ({of_all}), scale {section.scale:g}; base: {base}"
     return PlanRow("LoRA", f"rank {section.rank}", f"rank {section.rank}", note)
 
 
