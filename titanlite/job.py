@@ -37,7 +37,6 @@ from titanlite.parallelize.activation_checkpoint.apply import RecomputationRepor
 from titanlite.parallelize.async_tensor_parallel.apply import Fusions
 from titanlite.parallelize.async_tensor_parallel.step import warn_of_slow_rings, watch_fusions
 from titanlite.parallelize.compile.apply import keep_caches_apart
-from titanlite.parallelize.lora.spec import LoRA
 from titanlite.parallelize.parallelize import split_and_parallelize, step_of
 from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.steps import STEPS
@@ -205,7 +204,7 @@ class Job:
     def lora_scales(self) -> dict[str, float]:
         """The adapted layers of the whole model, and alpha / rank of each."""
         layers = filter(None, map(adapted_layer, self.parameter_shapes()))
-        return dict.fromkeys(layers, self.config.section(LoRA).scale)
+        return dict.fromkeys(layers, self.config.lora.scale)
 
     def merged_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Like `whole_parameters`, with the adapters of LoRA added to the weights."""

@@ -246,7 +246,8 @@ def _loss_of(config: JobConfig, data: DatasetSpec) -> Loss:
 
 def _find_draws(resolved: ResolvedJob, model: nn.Module, example: Batch, loss: Loss) -> Draws:
     """What the plain model draws for a microbatch of a rank; `example` has some rows of one."""
-    if type(model).__module__.startswith("titanlite.models.") and loss is NEXT_TOKEN:
+    is_own = type(model).__module__.startswith("titanlite.models.") and loss is NEXT_TOKEN
+    if is_own and not resolved.config.lora.dropout:
         # titanlite's own models draw nothing; running a large one takes seconds.
         return Draws()
     size, key = resolved.config.training.local_batch_size, "training.local_batch_size"

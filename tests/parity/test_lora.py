@@ -13,8 +13,10 @@ from torch import Tensor
 from training import merged
 
 import titanlite
+from titanlite import cli
 from titanlite.checkpoint.run import Checkpoints
 from titanlite.config import JobConfig
+from titanlite.config.load import override
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
 from titanlite.ranks.launch import Place, spawn
@@ -191,6 +193,22 @@ def reload(place: Place, config: JobConfig) -> float:
         with torch.no_grad():
             own = own_logits(job, tokens)
             return float((own - plain(tokens).logits).abs().max())
+
+
+def test_a_training_checkpoint_is_converted_to_either(tmp_path: Path, base: Path) -> None:
+    config = folder_config(tmp_path, {"parallelism": {SHARD: 1}}, base=base)
+    changes = {"last_save_model_only": False, "last_save_in_hf": False}
+    config = override(config, {f"checkpoint.{key}": value for key, value in changes.items()})
+    titanlite.train(config, threads=True)
+    source, tokens = str(tmp_path / "checkpoint"), torch.arange(64).view(2, 32)
+    logits = []
+    for name, option in (("adapters", []), ("merged", ["--merge"])):
+        out = tmp_path / name
+        assert cli.main(["convert", source, "--out", str(out), *option]) == 0
+        model = plain_model(out) if option else with_adapters(out)
+        logits.append(model(tokens).logits)
+    assert (logits[0] - logits[1]).abs().max() < 1e-5
+    assert (logits[0] - plain_model(base)(tokens).logits).abs().max() > 1e-3
 
 
 def test_missing_weights_of_the_base_are_an_error(tmp_path: Path, base: Path) -> None:

@@ -26,7 +26,7 @@ def kind_of_files(job: Job) -> str:
     """How the last step is stored with checkpoint.last_save_in_hf, as in Manifest.stored_as."""
     if Names.of(job).format is None:
         return "safetensors"
-    is_alone = LORA.is_on(job.config) and not job.config.section(LoRA).save_merged
+    is_alone = LORA.is_on(job.config) and not job.config.lora.save_merged
     return "peft" if is_alone else "huggingface"
 
 
@@ -43,7 +43,7 @@ def save_adapters(
         for _ in found:
             pass
         return
-    like, section = folder_like(job), job.config.section(LoRA)
+    like, section = folder_like(job), job.config.lora
     base = job.config.checkpoint.initial_load_path
     files = write_adapters(folder, found, job.parameter_shapes(), Names.of(job), section, base)
     for file in companions(like):

@@ -20,11 +20,24 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 A, B = ".lora_a.weight", ".lora_b.weight"
 
 
+class Adapter(nn.Linear):
+    """A or B, without bias; takes a shard, or a DTensor from PyTorch's styles."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]; of a cut layer, B's output is a shard, or a part of a sum."""
+        weight = self.weight
+        if isinstance(weight, DTensor) and not isinstance(x, DTensor):
+            # The gradient of a whole adapter of a cut layer is a part of a sum.
+            is_whole = weight.placements[0].is_replicate()
+            weight = weight.to_local(grad_placements=[Partial()] if is_whole else None)
+        return F.linear(x, weight)
+
+
 class LoRALinear(nn.Linear):
     """A linear layer that also adds a trained low-rank update of its weight, which is frozen."""
 
-    lora_a: nn.Linear
-    lora_b: nn.Linear
+    lora_a: Adapter
+    lora_b: Adapter
     scale: float
     starts_at_zero: bool
     dropout: nn.Module
@@ -40,8 +53,8 @@ class LoRALinear(nn.Linear):
         layer.__class__ = LoRALinear
         assert isinstance(layer, LoRALinear)
         like = {"device": layer.weight.device, "dtype": layer.weight.dtype}
-        layer.lora_a = nn.Linear(layer.in_features, rank, bias=False, **like)
-        layer.lora_b = nn.Linear(rank, layer.out_features, bias=False, **like)
+        layer.lora_a = Adapter(layer.in_features, rank, bias=False, **like)
+        layer.lora_b = Adapter(rank, layer.out_features, bias=False, **like)
         layer.scale, layer.starts_at_zero = alpha / rank, starts_at_zero
         layer.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         if starts_at_zero:
@@ -56,12 +69,14 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""
-        return super().forward(x) + self.scale * self.lora_b(self.lora_a(self.dropout(x)))
+        return super().forward(x) + self._update(x)
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """The product with a shard of the weight, for the styles of tensor parallelism."""
-        a, b = _local(self.lora_a.weight), _local(self.lora_b.weight)
-        return F.linear(x, weight) + self.scale * F.linear(F.linear(self.dropout(x), a), b)
+        return F.linear(x, weight) + self._update(x)
+
+    def _update(self, x: Tensor) -> Tensor:
+        return self.scale * self.lora_b(self.lora_a(self.dropout(x)))
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Cut the adapters like the weight, which a style has cut over the 1-D `mesh`."""
@@ -85,14 +100,6 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, children in zip(layers, taken, strict=True):
             layer._modules.update(children)
-
-
-def _local(weight: Tensor) -> Tensor:
-    """This rank's part; the gradient of a whole adapter of a cut layer is a part of a sum."""
-    if not isinstance(weight, DTensor):
-        return weight
-    (placement,) = weight.placements
-    return weight.to_local(grad_placements=[Partial()] if placement.is_replicate() else None)
 
 
 def adapted_layer(name: str) -> str | None:

@@ -42,9 +42,9 @@ class LoRA(Section):
 @reads("lora", "model.converters", ASYNC_TP)
 def _lora(job: "Draft") -> Iterator[str]:
     """Adapters need lora.rank, and do not work with float8 or async TP."""
-    section = job.config.section(LoRA)
+    section = job.config.lora
     if not section.rank:
-        if section.model_fields_set - {"rank"}:
+        if section != LoRA():
             yield (
                 "lora.rank: is not set, so there are no adapters; give it, such as 8, or remove "
                 "the section [lora]"
@@ -59,7 +59,7 @@ def _lora(job: "Draft") -> Iterator[str]:
 LORA = Feature(
     "LoRA",
     "lora",
-    is_on=lambda config: config.section(LoRA).rank > 0,
+    is_on=lambda config: config.lora.rank > 0,
     sections={"lora": LoRA},
     checks=(_lora,),
     variations=(Variation("LoRA", {"off": {}, "on": {"lora.rank": 2}}),),

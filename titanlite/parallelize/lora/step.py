@@ -9,7 +9,6 @@ from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.hf_format import format_of
 from titanlite.modules.lora import LoRALinear
 from titanlite.parallelize.lora.apply import apply_lora
-from titanlite.parallelize.lora.spec import LoRA
 from titanlite.parallelize.part import FeatureStep, Part
 from titanlite.parallelize.plan import ParallelPlan
 from titanlite.plan_row import PlanRow
@@ -17,7 +16,7 @@ from titanlite.plan_row import PlanRow
 
 def convert(model: nn.Module, plan: ParallelPlan, config: JobConfig) -> None:
     """Freeze the model and give its layers adapters."""
-    section = config.section(LoRA)
+    section = config.lora
     try:
         apply_lora(
             model,
@@ -34,7 +33,7 @@ def convert(model: nn.Module, plan: ParallelPlan, config: JobConfig) -> None:
 
 def apply(part: Part) -> PlanRow:
     """The row; the adapters are part of the plain model already."""
-    section = part.config.section(LoRA)
+    section = part.config.lora
     whole = part.whole or part.model
     count = sum(isinstance(layer, LoRALinear) for layer in whole.modules())
     of_all = ", ".join(section.target_modules) or "all in the blocks"
@@ -48,7 +47,7 @@ def check_model(
 ) -> None:
     """Raises ConfigError if the run could not save its adapters at the end."""
     format = format_of(load_model_spec(config))
-    alone = config.checkpoint.last_save_in_hf and not config.section(LoRA).save_merged
+    alone = config.checkpoint.last_save_in_hf and not config.lora.save_merged
     if format is not None and alone:
         layers = {n: m for n, m in model.named_modules() if isinstance(m, LoRALinear)}
         weights = {f"{name}.weight": layer.weight.shape for name, layer in layers.items()}

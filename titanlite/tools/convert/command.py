@@ -30,6 +30,7 @@ from titanlite.config.model import import_module
 from titanlite.errors import ConfigError, quote
 from titanlite.models.hf_format import CONFIG, INVALID, format_of, is_hf_folder, read_json
 from titanlite.observe.terminal import say, telling
+from titanlite.parallelize.lora.spec import LoRA
 from titanlite.registry import MODELS
 from titanlite.tools.convert.stored import find_checkpoint, stored_sections
 from titanlite.tools.options import Parser
@@ -58,6 +59,10 @@ def main(arguments: Sequence[str]) -> int:
     add("--dtype", choices=DTYPE_NAMES, help="dtype to write; default: unchanged")
     copied = "Hugging Face folder, whose tokenizer and generation settings are copied"
     add("--like", type=Path, metavar="FOLDER", help=copied)
+    merge = (
+        "add the adapters of LoRA to the weights; default: only the adapters, as peft reads them"
+    )
+    add("--merge", action="store_true", help=merge)
     model = "the model that gets the weights of a Hugging Face folder; default: hf, its own code"
     add("--model", metavar="NAME", help=model)
     add(f"--{IMPORT}", metavar="MODULE", help="module that registers the model")
@@ -74,8 +79,10 @@ def main(arguments: Sequence[str]) -> int:
         )
     if asked.out.exists():
         raise ConfigError(f"--out: {asked.out} exists already; give another name")
+    to_hf = not (is_file or is_hf or to_file)
     for option, value, fits in (
-        ("--like", asked.like, not (is_file or is_hf or to_file)),
+        ("--like", asked.like, to_hf),
+        ("--merge", asked.merge or None, to_hf),
         ("--model", asked.model, is_hf),
     ):
         if value is not None and not fits:
@@ -92,7 +99,10 @@ def main(arguments: Sequence[str]) -> int:
     elif to_file:
         count = to_safetensors(asked.source, asked.out, asked.dtype)
     else:
-        count = to_hf_folder(asked.source, asked.out, asked.dtype, like=asked.like, given=given)
+        like, merges = asked.like, asked.merge
+        count = to_hf_folder(
+            asked.source, asked.out, asked.dtype, like=like, given=given, merges=merges
+        )
     say(f"{count:,} parameters: {asked.out}")
     return 0
 
@@ -116,14 +126,18 @@ def to_hf_folder(
     *,
     like: Path | None = None,
     given: Mapping[str, str | None] | None = None,
+    merges: bool = False,
 ) -> int:
     """Write the weights of a checkpoint to a Hugging Face folder; returns the number of parameters.
 
     `like` is a folder whose tokenizer and generation settings are copied. `given` has the keys that
-    are not taken from a checkpoint (stored.py).
+    are not taken from a checkpoint (stored.py). Of a model with adapters, these are written alone,
+    or with `merges` added to the weights.
     """
+    from titanlite.checkpoint.adapters import write_adapters
     from titanlite.checkpoint.huggingface import FolderWriter
     from titanlite.checkpoint.weights import CONFIG_KEY
+    from titanlite.modules.lora import adapted_layer, merged
 
     path, manifest = find_checkpoint(source)
     names = _names_of(manifest.config, path, given)
@@ -134,10 +148,20 @@ def to_hf_folder(
         )
     names.format.require_fit(names.sizes)
     tensors, _ = _read_checkpoint(path, dtype, names)
-    kinds = {tensors[name].dtype for name in manifest.shapes}
+    kinds = {tensors[name].dtype for name in manifest.shapes if name in tensors}
     if len(kinds) != 1:
         raise ConfigError(f"--dtype: {path} has weights of several dtypes; give one of them")
-    shapes = manifest.shapes
+    shapes, section = manifest.shapes, _lora_of(manifest.config, path)
+    adapters = {name: whole for name, whole in tensors.items() if adapted_layer(name)}
+    if adapters and not merges:
+        base = manifest.config.get("checkpoint", {}).get("initial_load_path")
+        with _making(out) as unfinished:
+            write_adapters(unfinished, adapters.items(), shapes, names, section, base)
+            unfinished.rename(out)
+        return sum(whole.numel() for whole in adapters.values())
+    scales = {layer: section.scale for layer in map(adapted_layer, adapters) if layer}
+    tensors = dict(merged(tensors.items(), scales))
+    shapes = {name: shape for name, shape in shapes.items() if not adapted_layer(name)}
     buffers = {name: tensor for name, tensor in tensors.items() if name not in shapes}
     text = {CONFIG_KEY: json.dumps(manifest.config)}
     with _making(out) as unfinished:
@@ -146,7 +170,14 @@ def to_hf_folder(
             writer.add(name, tensors[name])
         writer.finish(names.format.config(names.sizes), like)
         unfinished.rename(out)
-    return manifest.num_parameters
+    return sum(tensors[name].numel() for name in shapes)
+
+
+def _lora_of(config: Mapping[str, Mapping[str, Any]], source: Path) -> LoRA:
+    try:
+        return LoRA.model_validate(config.get("lora", {}))
+    except ValidationError as error:
+        raise ConfigError(f"{source} has an invalid [lora]: {told_invalid(error)}") from error
 
 
 def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
@@ -237,6 +268,7 @@ def _read_checkpoint(
     from titanlite.checkpoint import storage
     from titanlite.checkpoint.state import MODEL
     from titanlite.checkpoint.weights import opened_weights
+    from titanlite.modules.lora import adapted_layer
 
     path, manifest = find_checkpoint(source)
     try:
@@ -248,8 +280,10 @@ def _read_checkpoint(
             files = [path / name for name in manifest.weight_files]
             with opened_weights(path, names, files) as opened:
                 plain = _plain_model(manifest.config, names)
-                pieces = _pieces_of(opened, manifest.shapes, plain)
-                opened.fill(pieces, manifest.shapes)
+                # A run with adapters has merged them.
+                shapes = {n: s for n, s in manifest.shapes.items() if not adapted_layer(n)}
+                pieces = _pieces_of(opened, shapes, plain)
+                opened.fill(pieces, shapes)
             tensors = {name: piece.local for name, piece in pieces.items()}
         else:
             stored = {

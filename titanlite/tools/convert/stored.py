@@ -55,6 +55,11 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
         found = newest[0]
     if found.manifest is None:
         raise ConfigError(f"{path} cannot be used: {found.reason}; give another checkpoint")
+    if found.manifest.stored_as == "peft":
+        raise ConfigError(
+            f"{found.path} has only adapters, in peft's format already; load it with peft, or end "
+            "the run with lora.save_merged = true"
+        )
     return found.path, found.manifest
 
 
