@@ -28,7 +28,8 @@ from titanlite.tools.verify.verify import Verifier
 TINY: dict[str, Any] = {
     "model": {"name": "llama3", "flavor": "tiny", "n_layers": 2},
     "training": {
-        "dataset": "pydoc",
+        "dataset": "chat",
+        "attend_across_documents": False,
         "seq_len": 32,
         "global_batch_size": 8,
         "local_batch_size": 2,
@@ -158,24 +159,30 @@ def folder_config(
     )
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "merged": {"save_merged": True},
+    "alone": {},
+    "full": {"rank": 0},
+}
+
+
 @pytest.mark.parametrize(
-    ("plan", "is_merged"), [("tp2 x fsdp2", True), ("pp2", False), ("tp2, one row", False)]
+    ("plan", "way"),
+    [("tp2 x fsdp2", "merged"), ("pp2", "alone"), ("tp2, one row", "alone"), ("pp2", "full")],
 )
-def test_from_a_folder_to_a_folder(tmp_path: Path, base: Path, plan: str, is_merged: bool) -> None:
+def test_from_a_folder_to_a_folder(tmp_path: Path, base: Path, plan: str, way: str) -> None:
     config = folder_config(tmp_path, PLANS[plan], base=base)
-    config = JobConfig.from_dict(
-        merged(config.model_dump(exclude_unset=True), {"lora": {"save_merged": is_merged}})
-    )
+    config = JobConfig.from_dict(merged(config.model_dump(exclude_unset=True), {"lora": WAYS[way]}))
     degrees = PLANS[plan]["parallelism"]
     count = degrees.get(TP, 1) * degrees.get(PP, 1) * degrees[SHARD]
     results = spawn(fine_tune, count, config, threads=True)
     assert results[0][0] < 1e-5
-    for _, found in results:
+    for _, found in results if way != "full" else ():
         assert all(".lora_" in name for name in (*found["changed"], *found["with state"]))
         assert any(".lora_b." in name for name in found["changed"])
     saved = tmp_path / "checkpoint" / "step-3"
-    assert (saved / "config.json").exists() == is_merged
-    assert (saved / "adapter_config.json").exists() != is_merged
+    assert (saved / "config.json").exists() == (way != "alone")
+    assert (saved / "adapter_config.json").exists() == (way == "alone")
     # The run goes on from it, and samples come from it.
     again = spawn(reload, count, config, threads=True)
     assert again[0] < 1e-5
@@ -229,7 +236,7 @@ def test_missing_weights_of_the_base_are_an_error(tmp_path: Path, base: Path) ->
     ("changes", "line"),
     [
         ({"lora": {"target_modules": ["w_q"]}}, "lora.target_modules: no linear layer .*'w_q'"),
-        ({"lora": {"rank": 0, "alpha": 8.0}}, "lora.rank: is not set, so there are no adapters"),
+        ({"lora": {"alpha": 8.0}}, "lora.rank: is not set, so there are no adapters"),
         (
             {"model": {"name": "gpt2"}, "checkpoint": {"enable": True, "last_save_in_hf": True}},
             "lora.save_merged: peft's format has no adapter of layers.0.attention.wq alone",
@@ -237,5 +244,8 @@ def test_missing_weights_of_the_base_are_an_error(tmp_path: Path, base: Path) ->
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
+    sections = merged(TINY, {"job": {"dump_folder": str(tmp_path)}}, changes)
+    if "alpha" in sections["lora"]:
+        del sections["lora"]["rank"]
     with pytest.raises(ConfigError, match=line):
-        titanlite.train(config_of({"job": {"dump_folder": str(tmp_path)}}, changes), threads=True)
+        titanlite.train(sections, threads=True)

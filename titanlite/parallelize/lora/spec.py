@@ -44,7 +44,7 @@ def _lora(job: "Draft") -> Iterator[str]:
     """Adapters need lora.rank, and do not work with float8 or async TP."""
     section = job.config.lora
     if not section.rank:
-        if section != LoRA():
+        if section != LoRA() and "rank" not in section.model_fields_set:
             yield (
                 "lora.rank: is not set, so there are no adapters; give it, such as 8, or remove "
                 "the section [lora]"
