@@ -27,7 +27,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.config import JobConfig, load_model_spec, make_model_config
 from titanlite.config.model import import_module
-from titanlite.errors import ConfigError, quote
+from titanlite.errors import ConfigError, TitanliteError, quote
 from titanlite.models.hf_format import CONFIG, INVALID, format_of, is_hf_folder, read_json
 from titanlite.observe.terminal import say, telling
 from titanlite.parallelize.lora.spec import LoRA
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("source", type=Path, help="step-N, a folder of them, .safetensors, or Hugging Face folder")
-    add("--out", type=Path, required=True, metavar="PATH", help="file or folder to write")
+    add("--out", type=Path, metavar="PATH", help="file or folder to write")
     add("--dtype", choices=DTYPE_NAMES, help="dtype to write; default: unchanged")
     copied = "Hugging Face folder, whose tokenizer and generation settings are copied"
     add("--like", type=Path, metavar="FOLDER", help=copied)
@@ -63,6 +63,8 @@ def main(arguments: Sequence[str]) -> int:
         "add the adapters of LoRA to the weights; default: only the adapters, as peft reads them"
     )
     add("--merge", action="store_true", help=merge)
+    check = "compare a Hugging Face folder with transformers: names, shapes, outputs of each module"
+    add("--check", action="store_true", help=check)
     model = "the model that gets the weights of a Hugging Face folder; default: hf, its own code"
     add("--model", metavar="NAME", help=model)
     add(f"--{IMPORT}", metavar="MODULE", help="module that registers the model")
@@ -70,6 +72,13 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     is_file = asked.source.suffix == ".safetensors"
     is_hf = is_hf_folder(asked.source) and not (asked.source / MANIFEST).exists()
+    given = {key: getattr(asked, key) for key in (IMPORT, PATH)}
+    if module := given[IMPORT]:
+        import_module(module)
+    if asked.out is None:
+        if not (asked.check and is_hf_folder(asked.source)):
+            raise ConfigError("--out: is not set; give it, or --check for a Hugging Face folder")
+        return check_hf_folder(asked.source, asked.model)
     to_file = asked.out.suffix == ".safetensors"
     if (is_file or is_hf) and to_file:
         raise ConfigError(
@@ -83,15 +92,13 @@ def main(arguments: Sequence[str]) -> int:
     for option, value, fits in (
         ("--like", asked.like, to_hf),
         ("--merge", asked.merge or None, to_hf),
+        ("--check", asked.check or None, to_hf),
         ("--model", asked.model, is_hf),
     ):
         if value is not None and not fits:
             raise ConfigError(f"{option}: has no effect on this conversion; remove it")
     if asked.like is not None and not is_hf_folder(asked.like):
         raise ConfigError(f"--like: {asked.like} has no config.json; give a Hugging Face folder")
-    given = {key: getattr(asked, key) for key in (IMPORT, PATH)}
-    if module := given[IMPORT]:
-        import_module(module)
     if is_hf:
         count = from_hf_folder(asked.source, asked.out, asked.model, asked.dtype)
     elif is_file:
@@ -104,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
             asked.source, asked.out, asked.dtype, like=like, given=given, merges=merges
         )
     say(f"{count:,} parameters: {asked.out}")
-    return 0
+    return check_hf_folder(asked.out) if asked.check else 0
 
 
 def to_safetensors(source: Path, out: Path, dtype: str | None = None) -> int:
@@ -198,12 +205,7 @@ def from_hf_folder(
     from titanlite.checkpoint.weights import opened_weights
     from titanlite.modules.tied import find_tied
 
-    written = read_config(source)
-    own = (written or {}).get("model", {}).get("name", "hf")
-    if written is None or model is not None or own == "hf":
-        written = {**(written or {}), "model": _model_of(source, model or own)}
-    names = _names_of(written, source)
-    plain = _plain_model(written, names)
+    written, names, plain = _folder_model(source, model)
     shapes = {name: parameter.shape for name, parameter in plain.named_parameters()}
     with opened_weights(source, names) as stored:
         pieces = _pieces_of(stored, shapes, plain)
@@ -212,6 +214,50 @@ def from_hf_folder(
     tensors = {name: piece.local for name, piece in pieces.items()}
     buffers = pieces.keys() - shapes.keys()
     return _write_checkpoint(tensors, written, source, out, dtype, "a Hugging Face folder", buffers)
+
+
+def check_hf_folder(folder: Path, model: str | None = None) -> int:
+    """Compare what titanlite and transformers make of a folder; 0 if they agree, else 1.
+
+    `model` is as in from_hf_folder.
+    """
+    import torch
+
+    from titanlite.checkpoint.storage import Piece
+    from titanlite.checkpoint.weights import opened_weights
+    from titanlite.models.build import initial_model
+    from titanlite.modules.shards import buffers_of
+    from titanlite.modules.tied import find_tied
+    from titanlite.tools.convert.check import check_folder
+
+    if not is_hf_folder(folder):
+        raise ConfigError(f"--check: {folder} has no config.json, so no whole model; give --merge")
+    written, names, _ = _folder_model(folder, model)
+    plain = initial_model(MODELS[written["model"]["name"]], names.sizes, torch.float32, seed=0)
+    parameters = dict(plain.named_parameters())
+    tensors = {**parameters, **buffers_of([plain])}
+    pieces = {name: Piece.whole(tensor.detach()) for name, tensor in tensors.items()}
+    with opened_weights(folder, names) as stored:
+        stored.refuse_unexpected(stored.names_of(pieces, find_tied(plain)))
+        stored.fill(pieces, parameters)
+        try:
+            check_folder(folder, stored, names, plain)
+        except ConfigError:
+            raise
+        except TitanliteError as error:
+            say(f"DIFFERS: {error}")
+            return 1
+    return 0
+
+
+def _folder_model(source: Path, model: str | None) -> tuple[dict[str, Any], Names, nn.Module]:
+    """The configuration that a folder gives a model, its names, and the model on "meta"."""
+    written = read_config(source)
+    own = (written or {}).get("model", {}).get("name", "hf")
+    if written is None or model is not None or own == "hf":
+        written = {**(written or {}), "model": _model_of(source, model or own)}
+    names = _names_of(written, source)
+    return written, names, _plain_model(written, names)
 
 
 def _model_of(folder: Path, model: str) -> dict[str, Any]:
