@@ -8,7 +8,6 @@ import pytest
 import torch
 from test_data_text import build, job
 
-from titanlite.data.text.chat import PlainTemplate, template_of
 from titanlite.data.text.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.errors import ConfigError
 
@@ -108,7 +107,7 @@ def test_a_template_of_a_folder_gives_transformers_tokens(folder: Path) -> None:
 
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = load_tokenizer(str(folder))
-    marked = marked_tokens(TALK, template_of(str(folder)), tokenizer)
+    marked = marked_tokens(TALK, tokenizer)
     tokens = [int(t) for t in marked & (FIRST - 1)]
     wanted = theirs.apply_chat_template(TALK, tokenize=True, return_dict=False)
     # A conversation ends with an end, after the template's last line.
@@ -150,4 +149,4 @@ def test_a_prompt_is_a_question() -> None:
 
     tokens = spec_for(chat_job()).start_tokens("Hi")
     assert tokens is not None
-    assert bytes(tokens).decode() == PlainTemplate().render(TALK[:1], asks=True)
+    assert bytes(tokens).decode() == ByteTokenizer().render(TALK[:1], asks=True)

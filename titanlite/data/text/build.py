@@ -49,7 +49,7 @@ def build_text(
         assert tokenizer is not None
         files = find_files(path, path_key, spec.pattern) if path else []
         folder = spec.keys.dump_folder
-        corpus = chat_corpus(files, path, path_key, spec.template, tokenizer, folder)
+        corpus = chat_corpus(files, path, path_key, tokenizer, folder)
         source_name = "conversations" if path else f"conversations, {python_name()}"
         stream = stream_of([corpus[part] for part in parts], source_name)
     elif spec.name == "tokens":

@@ -8,16 +8,15 @@ target, FIRST for the first token of a conversation.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from titanlite.data.text.documents import opened_files, python_manual
-from titanlite.data.text.tokenizer import KEY, Tokenizer
+from titanlite.data.text.tokenizer import KEY, Messages, Tokenizer
 from titanlite.errors import ConfigError
-from titanlite.files import shown
 
 ANSWER, FIRST = np.uint32(1 << 31), np.uint32(1 << 30)
 # Every tenth conversation is held out.
@@ -25,82 +24,19 @@ HOLD_OUT_EVERY = 10
 # Of a conversation about a topic of Python's manual; what is longer is a table.
 TURNS, LEAST_CHARACTERS, MOST_CHARACTERS = 3, 80, 800
 
-Messages = Sequence[Mapping[str, str]]
 
-
-class Template(Protocol):
-    """How a conversation becomes text."""
-
-    identity: str
-    """Changes if any conversation may get other text."""
-
-    def render(self, messages: Messages, *, asks: bool) -> str:
-        """The text of `messages`; with `asks`, up to where the next answer begins."""
-
-
-class PlainTemplate:
-    """`role: content` in lines: for tokens that are bytes."""
-
-    identity = "plain"
-
-    def render(self, messages: Messages, *, asks: bool) -> str:
-        lines = [f"{one['role']}: {one['content']}\n" for one in messages]
-        return "".join(lines) + ("assistant: " if asks else "")
-
-
-class FileTemplate:
-    """The chat template of a tokenizer's folder, rendered by transformers.
-
-    Raises ConfigError if there is none.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from transformers import PreTrainedTokenizerFast
-        except ImportError:
-            raise ConfigError(
-                f"{KEY}: a chat template needs the package transformers, which is not installed; "
-                'pip install "titanlite[hf]"'
-            ) from None
-        self._folder, self._tokenizer = folder, PreTrainedTokenizerFast.from_pretrained(folder)
-        if not self._tokenizer.chat_template:
-            raise ConfigError(
-                f"{KEY}: the tokenizer in {folder} has no chat template; put one there as "
-                "chat_template.jinja"
-            )
-        self.identity = json.dumps([self._tokenizer.chat_template, str(folder)])
-
-    def render(self, messages: Messages, *, asks: bool) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=asks
-                )
-            )
-        except Exception as error:  # a template may raise anything
-            raise ConfigError(
-                f"{KEY}: the chat template in {self._folder} refuses a conversation "
-                f"({shown(' '.join(str(error).split()), 200)}); correct the data, or the template"
-            ) from error
-
-
-def template_of(folder: str | None) -> Template:
-    """The template of the tokenizer in `folder` (model.hf_assets_path); a plain one for bytes."""
-    return FileTemplate(Path(folder).expanduser()) if folder else PlainTemplate()
-
-
-def segments(messages: Messages, template: Template) -> Iterator[tuple[str, bool]]:
+def segments(messages: Messages, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
     """The text of a conversation up to its last answer, in parts, and whether each is an answer.
 
-    Raises ConfigError if the template renders the turns before an answer otherwise once it is
+    Raises ConfigError if the chat template renders the turns before an answer otherwise once it is
     there, since then they are not what the model reads before it answers.
     """
     done = ""
     for count, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        asked = template.render(messages[:count], asks=True)
-        whole = template.render(messages[: count + 1], asks=False)
+        asked = tokenizer.render(messages[:count], asks=True)
+        whole = tokenizer.render(messages[: count + 1])
         if not (asked.startswith(done) and whole.startswith(asked)):
             raise ConfigError(
                 f"{KEY}: the chat template renders earlier turns otherwise once an answer is "
@@ -111,9 +47,9 @@ def segments(messages: Messages, template: Template) -> Iterator[tuple[str, bool
         done = whole
 
 
-def marked_tokens(messages: Messages, template: Template, tokenizer: Tokenizer) -> np.ndarray:
+def marked_tokens(messages: Messages, tokenizer: Tokenizer) -> np.ndarray:
     """The tokens of a conversation with their marks, uint32 [N]; empty without an answer."""
-    parts = list(segments(messages, template))
+    parts = list(segments(messages, tokenizer))
     if not parts:
         return np.empty(0, np.uint32)
     encoded = tokenizer.encode_template([text for text, _ in parts])

@@ -21,16 +21,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from titanlite.data.text.chat import (
-    Messages,
-    Template,
-    manual_conversations,
-    marked_tokens,
-    read_conversations,
-)
+from titanlite.data.text.chat import manual_conversations, marked_tokens, read_conversations
 from titanlite.data.text.documents import Document, first_of, python_manual, read_documents
 from titanlite.data.text.packed import Stream
-from titanlite.data.text.tokenizer import Tokenizer
+from titanlite.data.text.tokenizer import Messages, Tokenizer
 from titanlite.errors import ConfigError
 from titanlite.files import hold, read_bytes
 
@@ -100,19 +94,14 @@ def _mapped_parts(folder: Path, about: Mapping[str, Any]) -> dict[str, CorpusPar
 
 
 def chat_corpus(
-    files: Sequence[Path],
-    path: str,
-    path_key: str,
-    template: Template,
-    tokenizer: Tokenizer,
-    dump_folder: str,
+    files: Sequence[Path], path: str, path_key: str, tokenizer: Tokenizer, dump_folder: str
 ) -> dict[str, CorpusPart]:
     """The parts of the conversations in `files`, as marked tokens (chat.py); without files, those
     about Python's manual."""
 
     def write(conversations: Iterable[tuple[Messages, bool]], sinks: "dict[str, _Sink]") -> None:
         for messages, held in conversations:
-            tokens = marked_tokens(messages, template, tokenizer)
+            tokens = marked_tokens(messages, tokenizer)
             sinks[PARTS[held]].write(tokens)
             sinks[PARTS[held]].num_documents += bool(len(tokens))
 
@@ -126,7 +115,8 @@ def chat_corpus(
             write(read_conversations(files, path_key, report), sinks)
         return _about(sinks, np.dtype(np.uint32))
 
-    name = _name("chat", tokenizer.identity, template.identity)
+    turns = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
+    name = _name("chat", tokenizer.identity, tokenizer.render(turns, asks=True))
     return _mapped_parts(*_kept(path, path_key, files, name, dump_folder, build, "tokenizing"))
 
 

@@ -18,7 +18,6 @@ from titanlite.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titanlite.data.text.chat import Template
     from titanlite.data.text.tokenizer import Tokenizer
 
 
@@ -145,17 +144,11 @@ class ChatSpec(TextSpec):
     takes_path: bool = True
     sampled_as: str | None = "chat"
 
-    @property
-    def template(self) -> Template:
-        from titanlite.data.text.chat import template_of
-
-        return template_of(None if self.keys is None else self.keys.hf_assets_path)
-
     def start_tokens(self, prompt: str) -> list[int] | None:
         tokenizer = self.tokenizer
         if tokenizer is None or not prompt:
             return super().start_tokens(prompt)
-        text = self.template.render([{"role": "user", "content": prompt}], asks=True)
+        text = tokenizer.render([{"role": "user", "content": prompt}], asks=True)
         found: list[int] = tokenizer.encode_template([text])[0].tolist()
         return found
 
