@@ -210,6 +210,10 @@ class Job:
         """Like `whole_parameters`, with the adapters of LoRA added to the weights."""
         return merged(self.whole_parameters(), self.lora_scales)
 
+    def whole_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Like `whole_parameters`, of the adapters of LoRA alone."""
+        return self.whole(lambda p: p.detach() if p.requires_grad else None)
+
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Like `whole_parameters`, for the gradients; call it after `trainer.compute_gradients`."""
         return self.whole(lambda parameter: parameter.grad)

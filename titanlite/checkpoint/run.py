@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import state
-from titanlite.checkpoint.adapters import kind_of_files, save_adapters
 from titanlite.checkpoint.folder import CheckpointFolder, look_at, make_token
 from titanlite.checkpoint.group import CheckpointGroup
-from titanlite.checkpoint.huggingface import save_model_files
+from titanlite.checkpoint.huggingface import kind_of_files, save_model_files
 from titanlite.checkpoint.manifest import FileRecord, Manifest
 from titanlite.checkpoint.staging import CpuStager
 from titanlite.checkpoint.start import start_from
@@ -207,19 +206,17 @@ class Checkpoints:
         job, section = self._job, self._section
         dtype = EXPORT_DTYPES[section.export_dtype]
         folder = self._folder.unfinished(step, self._token)
-        in_hf = kind_of_files(job)
         seal = self._sealer(
             folder,
             step=step,
             holds="weights",
-            stored_as=in_hf if section.last_save_in_hf else "dcp",
+            stored_as=kind_of_files(job) if section.last_save_in_hf else "dcp",
             dtype=section.export_dtype,
         )
         self._saving_to = self._folder.at(step)
         with self._explaining(), self._ranks.with_long_timeout():
             if section.last_save_in_hf:
-                save_files = save_adapters if in_hf == "peft" else save_model_files
-                self._ranks.all_do(lambda: save_files(job, folder, dtype, seal, self._ranks))
+                self._ranks.all_do(lambda: save_model_files(job, folder, dtype, seal, self._ranks))
             else:
                 save(self._weights(dtype), folder, self._ranks.group, seal)
         said = self._said(self._saving_to, start)

@@ -1,7 +1,6 @@
 """apply_lora: freeze a model, and give its linear layers trained adapters of low rank."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -13,13 +12,6 @@ from titanlite.parallelize.arguments import Plan, as_plan
 from titanlite.parallelize.plan import matches
 
 
-@dataclass(frozen=True)
-class LoRAReport:
-    """What apply_lora did: the names of the layers that have adapters."""
-
-    adapted: tuple[str, ...]
-
-
 def apply_lora(
     model: nn.Module,
     rank: int,
@@ -29,8 +21,8 @@ def apply_lora(
     target_modules: Sequence[str] = (),
     init_lora_weights: bool = True,
     plan: Plan | None = None,
-) -> LoRAReport:
-    """Freeze `model`, and make its linear layers LoRALinear, in place.
+) -> tuple[str, ...]:
+    """Freeze `model`, and make its linear layers LoRALinear, in place; returns their names.
 
     `target_modules` are ends of their names, such as "wq" or "attention.*"; by default all linear
     layers in the plan's blocks, or in the model if it has none. The balancing biases of experts
@@ -62,7 +54,7 @@ def apply_lora(
         layer.bias_step = None
     for name in chosen:
         LoRALinear.convert(linear[name], rank, alpha, dropout, starts_at_zero=init_lora_weights)
-    return LoRAReport(tuple(chosen))
+    return tuple(chosen)
 
 
 def _ends_with(name: str, target: str) -> bool:

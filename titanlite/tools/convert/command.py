@@ -141,8 +141,7 @@ def to_hf_folder(
     are not taken from a checkpoint (stored.py). Of a model with adapters, these are written alone,
     or with `merges` added to the weights.
     """
-    from titanlite.checkpoint.adapters import write_adapters
-    from titanlite.checkpoint.huggingface import FolderWriter
+    from titanlite.checkpoint.huggingface import FolderWriter, peft_config
     from titanlite.checkpoint.weights import CONFIG_KEY
     from titanlite.modules.lora import adapted_layer, merged
 
@@ -160,22 +159,23 @@ def to_hf_folder(
         raise ConfigError(f"--dtype: {path} has weights of several dtypes; give one of them")
     shapes, section = manifest.shapes, _lora_of(manifest.config, path)
     adapters = {name: whole for name, whole in tensors.items() if adapted_layer(name)}
+    more: dict[str, Any] = {"adapters": True}
     if adapters and not merges:
         base = manifest.config.get("checkpoint", {}).get("initial_load_path")
-        with _making(out) as unfinished:
-            write_adapters(unfinished, adapters.items(), shapes, names, section, base)
-            unfinished.rename(out)
-        return sum(whole.numel() for whole in adapters.values())
-    scales = {layer: section.scale for layer in map(adapted_layer, adapters) if layer}
-    tensors = dict(merged(tensors.items(), scales))
-    shapes = {name: shape for name, shape in shapes.items() if not adapted_layer(name)}
-    buffers = {name: tensor for name, tensor in tensors.items() if name not in shapes}
-    text = {CONFIG_KEY: json.dumps(manifest.config)}
+        config = peft_config(shapes, names, section, base)
+        tensors = adapters
+    else:
+        scales = {layer: section.scale for layer in map(adapted_layer, adapters) if layer}
+        tensors = dict(merged(tensors.items(), scales))
+        buffers = {name: tensor for name, tensor in tensors.items() if name not in shapes}
+        more = {"buffers": buffers, "text": {CONFIG_KEY: json.dumps(manifest.config)}}
+        config = names.format.config(names.sizes)
+    shapes = {name: shape for name, shape in shapes.items() if name in tensors}
     with _making(out) as unfinished:
-        writer = FolderWriter(unfinished, shapes, names, kinds.pop(), buffers=buffers, text=text)
+        writer = FolderWriter(unfinished, shapes, names, kinds.pop(), **more)
         for name in shapes:
             writer.add(name, tensors[name])
-        writer.finish(names.format.config(names.sizes), like)
+        writer.finish(config, like)
         unfinished.rename(out)
     return sum(tensors[name].numel() for name in shapes)
 
