@@ -7,7 +7,7 @@ from pydantic import NonNegativeInt, PositiveFloat
 
 from titanlite.fields import OWN, Name, Section, Values, key, reads
 from titanlite.parallelize.async_tensor_parallel.spec import ASYNC_TP
-from titanlite.parallelize.feature import Feature, Variation
+from titanlite.parallelize.feature import Feature
 
 if TYPE_CHECKING:
     from titanlite.config.draft import Draft
@@ -62,7 +62,6 @@ LORA = Feature(
     is_on=lambda config: config.lora.rank > 0,
     sections={"lora": LoRA},
     checks=(_lora,),
-    variations=(Variation("LoRA", {"off": {}, "on": {"lora.rank": 2}}),),
     off={"lora.rank": 0},
     changes_numbers=True,
     checks_model=True,
