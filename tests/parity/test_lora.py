@@ -19,6 +19,9 @@ from titanlite.config import JobConfig
 from titanlite.config.load import override
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
+from titanlite.models.llama3.config import FLAVORS
+from titanlite.models.llama3.model import Llama3
+from titanlite.parallelize import apply_lora
 from titanlite.ranks.launch import Place, spawn
 from titanlite.ranks.world import open_world
 from titanlite.tools.sample.generate import whole_model
@@ -80,13 +83,33 @@ def config_of(*changes: dict[str, Any]) -> JobConfig:
     return JobConfig.from_dict(merged(TINY, *changes))
 
 
+QUICK = ("pp2", "tp2, one row")
+
+
 @pytest.mark.parametrize(
-    "plan", [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    "plan",
+    [
+        *QUICK,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in {**PLANS, **SLOW} if n not in QUICK),
+    ],
 )
 def test_every_plan_agrees_with_one_process(verifier: Verifier, plan: str) -> None:
     found = verifier.verify(config_of((PLANS | SLOW)[plan]), steps=2)
     assert found.agrees, found.findings
     assert not found.tolerance.is_narrow
+
+
+def test_by_hand_a_model_computes_the_same_until_it_is_trained() -> None:
+    model = Llama3(FLAVORS["debugmodel"])
+    tokens = torch.arange(32).view(2, 16)
+    before = model(tokens)
+    names = apply_lora(model, 4, target_modules=("attention.w[qv]",))
+    assert len(names) == 2 * len(model.layers)
+    assert torch.equal(model(tokens), before)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert sorted({name.split(".", 2)[2] for name in trained}) == [
+        f"attention.{layer}.lora_{kind}.weight" for layer in ("wq", "wv") for kind in "ab"
+    ]
 
 
 def fine_tune(place: Place, config: JobConfig) -> tuple[float, dict[str, Any]]:
