@@ -97,6 +97,17 @@ class HFFormat:
         if self.unfit is not None and (found := list(self.unfit(sizes))):
             raise ConfigError(*(f"{key}: {message}" for key, message in found))
 
+    def require_alone(self, weights: Mapping[str, Sequence[int]], sizes: Any) -> None:
+        """Raises ConfigError if a folder joins one of these weights with others: shape by name."""
+        for name, shape in weights.items():
+            if self.tensor(name, shape, sizes).rows is not None:
+                layer = name.removesuffix(".weight")
+                raise ConfigError(
+                    f"lora.save_merged: peft's format has no adapter of {layer} alone, which "
+                    "Hugging Face's folder joins with others; set it to true, or name other layers "
+                    "in lora.target_modules"
+                )
+
     def is_ignored(self, name: str) -> bool:
         """Whether the stored tensor `name` holds no weight."""
         return any(fnmatchcase(name, pattern) for pattern in self.ignored)

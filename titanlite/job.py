@@ -30,8 +30,9 @@ from titanlite.models.build import initial_model
 from titanlite.modules.attention import Layout
 from titanlite.modules.batch import Batch
 from titanlite.modules.draws import Draws, separate_draws, states_of_generators
+from titanlite.modules.lora import adapted_layer, merged
 from titanlite.modules.shards import buffers_of, parameters_of, whole_tensor
-from titanlite.parallelize import ParallelPlan, PipelineRunner
+from titanlite.parallelize import ParallelPlan, PipelineRunner, tensor_account
 from titanlite.parallelize.activation_checkpoint.apply import RecomputationReport
 from titanlite.parallelize.async_tensor_parallel.apply import Fusions
 from titanlite.parallelize.async_tensor_parallel.step import warn_of_slow_rings, watch_fusions
@@ -42,7 +43,6 @@ from titanlite.parallelize.steps import STEPS
 from titanlite.parallelize.tensor_account import (
     TensorAccount,
     account_of,
-    merged,
     require_whole,
     summed_row,
 )
@@ -199,6 +199,20 @@ class Job:
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(canonical name, parameter at its full shape); a collective call."""
         return self.whole(lambda parameter: parameter.detach())
+
+    @property
+    def lora_scales(self) -> dict[str, float]:
+        """The adapted layers of the whole model, and alpha / rank of each."""
+        layers = filter(None, map(adapted_layer, self.parameter_shapes()))
+        return dict.fromkeys(layers, self.config.lora.scale)
+
+    def merged_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Like `whole_parameters`, with the adapters of LoRA added to the weights."""
+        return merged(self.whole_parameters(), self.lora_scales)
+
+    def whole_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Like `whole_parameters`, of the adapters of LoRA alone."""
+        return self.whole(lambda p: p.detach() if p.requires_grad else None)
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Like `whole_parameters`, for the gradients; call it after `trainer.compute_gradients`."""
@@ -367,7 +381,7 @@ def _whole_account(own: dict[str, TensorAccount], meshes: Meshes) -> dict[str, T
     if meshes.pp is not None:
         everyone = [None] * meshes.pp.size()
         dist.all_gather_object(everyone, own, group=meshes.pp.get_group())
-    return merged(everyone)
+    return tensor_account.merged(everyone)
 
 
 def _initialize(

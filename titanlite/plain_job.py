@@ -36,6 +36,7 @@ from titanlite.parallelize.feature import Feature
 from titanlite.parallelize.parallelize import step_of, uses_loss_parallel
 from titanlite.parallelize.part import DTYPES, DeviceSupport
 from titanlite.parallelize.plan import NEEDED, lacks_plan
+from titanlite.parallelize.steps import STEPS
 from titanlite.parallelize.tensor_account import tensors_of
 from titanlite.parallelize.tensor_parallel.apply import check_tied_placements
 from titanlite.plan_row import PlanRow
@@ -57,6 +58,9 @@ def build_plain_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Modu
     with as_config_error():
         check_forward(model, ["positions", "token_numbers", "sample_keys", *data.fields])
         plan = plan_of(spec, model)
+        for feature in STEPS:
+            if feature.is_on(resolved.config) and (convert := step_of(feature).convert) is not None:
+                convert(model, plan, resolved.config)
         for axis in NEEDED if plan.is_derived else ():
             if resolved.dims.degrees[axis] > 1:
                 why = lacks_plan(model, axis)
@@ -242,7 +246,8 @@ def _loss_of(config: JobConfig, data: DatasetSpec) -> Loss:
 
 def _find_draws(resolved: ResolvedJob, model: nn.Module, example: Batch, loss: Loss) -> Draws:
     """What the plain model draws for a microbatch of a rank; `example` has some rows of one."""
-    if type(model).__module__.startswith("titanlite.models.") and loss is NEXT_TOKEN:
+    is_own = type(model).__module__.startswith("titanlite.models.") and loss is NEXT_TOKEN
+    if is_own and not resolved.config.lora.dropout:
         # titanlite's own models draw nothing; running a large one takes seconds.
         return Draws()
     size, key = resolved.config.training.local_batch_size, "training.local_batch_size"

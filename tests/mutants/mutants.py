@@ -108,6 +108,13 @@ EMA, AVERAGING = (
     "titanlite/training/averaging.py",
 )
 MUON, MUON_FILE = {"optimizer": {"name": "Muon"}}, "titanlite/training/muon.py"
+LORA = "titanlite/modules/lora.py"
+LORA_TINY: Sections = {
+    "model": {"name": "llama3", "flavor": "tiny", "n_layers": 2},
+    "training": {"dataset": "pydoc", "seq_len": 32},
+    "lora": {"rank": 4},
+}
+LORA_TP = also(TP, **LORA_TINY)
 CAPACITY, EXPERT_LAYER = (
     "titanlite/modules/experts/capacity.py",
     "titanlite/modules/experts/layer.py",
@@ -915,6 +922,72 @@ MUTANTS = [
         r"optimizer.*betas",
         OPTIMIZER,
         ("betas=(beta1, beta2)", "betas=(beta2, beta1)"),
+    ),
+    # LoRA.
+    mutant(
+        "the gradient of a whole adapter of a cut layer is not reduced",
+        "LoRA",
+        LORA_TP,
+        r"lora_a.weight.*correct only after a sum over tp",
+        LORA,
+        ("grad_placements=[Partial()] if is_whole else None", ""),
+    ),
+    mutant(
+        "a row-parallel adapter is added behind the reduction",
+        "LoRA",
+        LORA_TP,
+        r"attention.wo.lora_a is the first module.*a Partial that has not been reduced",
+        STYLES,
+        (
+            "                partial = _product(module, x, weight)\n",
+            "                both, partial = _product(module, x, weight), F.linear(x, weight)\n",
+        ),
+        (
+            "placements=[Shard(self.scatter_dim)]).to_local()\n            return output if",
+            "placements=[Shard(self.scatter_dim)]).to_local()\n"
+            "                parts = (both - partial).chunk(device_mesh.size(), self.scatter_dim)\n"
+            "                output = output + parts[device_mesh.get_local_rank()]\n"
+            "            return output if",
+        ),
+    ),
+    mutant(
+        "the base is trained once it is cut",
+        "LoRA",
+        LORA_TP,
+        r"is frozen on one process, but has a gradient under the plan",
+        STYLES,
+        ("nn.Parameter(distributed, parameter.requires_grad)", "nn.Parameter(distributed)"),
+    ),
+    mutant(
+        "alpha / rank is divided by the ranks of tp",
+        "LoRA",
+        LORA_TP,
+        r"attention.wq.lora_b.*2 times too seldom",
+        LORA,
+        (
+            "        (placement,) = self.weight.placements\n",
+            "        (placement,) = self.weight.placements\n        self.scale /= mesh.size()\n",
+        ),
+    ),
+    mutant(
+        "each rank draws its own B",
+        "LoRA",
+        also(DDP, **LORA_TINY),
+        r"replicas start with different values.*lora_b.weight",
+        LORA,
+        (
+            "            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)\n",
+            "            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)\n"
+            "            whole *= 1 + torch.distributed.get_rank() * (name == 'lora_b')\n",
+        ),
+    ),
+    mutant(
+        "the adapters are cut otherwise than their layer",
+        "LoRA",
+        LORA_TP,
+        r"the plan does not run.*attention.wq.lora_b",
+        LORA,
+        ("((self.lora_a, 1), (self.lora_b, 0))", "((self.lora_a, 0), (self.lora_b, 1))"),
     ),
     # Muon.
     mutant(

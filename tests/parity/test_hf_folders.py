@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from plans import make_job
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import titanlite
@@ -417,3 +417,34 @@ def test_greedy_sampling_is_that_of_transformers(tmp_path: Path, name: str) -> N
     found = generate(own, prompts, 40, generators, Choice(temperature=0))
     assert torch.equal(found, expected)
     assert len(found[:, 5:].unique()) > 3
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2"])
+def test_a_folder_is_checked_module_by_module(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config_class, sizes = OWN[name]
+    source = tmp_path / "source"
+    save_random(source, config_class, sizes)
+    command = ["convert", str(source), "--check", "--model", model["name"]]
+    assert cli.main(command) == 0
+    assert re.search(r"outputs agree: \d+ modules, to \d\.\de-0[678]", capsys.readouterr().out)
+    # Rotary pairs in another order; or q, k and v exchanged.
+    spec = MODELS[model["name"]]
+    right = spec.load_part("hf")
+
+    def wrong(parameter: str, shape: Any, of: Any) -> Any:
+        place = right.tensor(parameter, shape, of)
+        rows = place.rows and ((place.rows[0] + shape[0]) % place.rows[1], place.rows[1])
+        return replace(place, head_dim=None, rows=rows)
+
+    monkeypatch.setitem(MODELS, name, replace(spec, hf=replace(right, tensor=wrong)))
+    assert cli.main(command) == 1
+    told = capsys.readouterr().out
+    assert "DIFFERS: layers.0.attention.wo, there" in told
+    # A tensor that transformers does not find.
+    tensors = load_file(source / "model.safetensors")
+    lost = next(key for key in tensors if "layers.1" in key or "h.1" in key)
+    tensors["lost"] = tensors.pop(lost)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    assert cli.main(command) == 2

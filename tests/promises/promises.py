@@ -22,6 +22,13 @@ PROMISES = [
         Break("_choose_device", 'config.job.device != "cuda"', 'config.job.device == "cpu"'),
         ("unit/test_start.py",),
     ),
+    Promise(
+        "LoRA freezes all other weights",
+        "docs/finetuning.md",
+        "All other weights are frozen.",
+        Break("apply_lora", "model.requires_grad_(False)", "model.requires_grad_(True)"),
+        ("parity/test_lora.py::test_from_a_folder_to_a_folder",),
+    ),
     # Activation checkpointing, compile.
     Promise(
         "the memory budget of the compiler",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.group import CheckpointGroup
-from titanlite.checkpoint.manifest import record_of
+from titanlite.checkpoint.manifest import ADAPTERS, PEFT_CONFIG, record_of
 from titanlite.checkpoint.storage import Seal
 from titanlite.checkpoint.weights import (
     CONFIG_KEY,
@@ -37,6 +37,8 @@ from titanlite.models.hf_format import (
     is_hf_folder,
     read_json,
 )
+from titanlite.modules.lora import adapted_layer
+from titanlite.parallelize.lora.spec import LoRA
 
 # As transformers 4: the size above which the weights are written as several files.
 SHARD_BYTES = 5_000_000_000
@@ -45,7 +47,8 @@ SHARD_BYTES = 5_000_000_000
 class FolderWriter:
     """Writes a model's parameters to a new Hugging Face folder, in `dtype`.
 
-    If `names` has no format, the parameters are written to one file under their own names.
+    If `names` has no format, the parameters are written to one file under their own names. With
+    `adapters`, the parameters are those of LoRA alone, and the folder is one that peft reads.
     `shapes` has the whole shape of every parameter, in the order in which `add` gets them, and
     `buffers` are written with them. A tensor that joins several parameters is written when all of
     them have come. At most one file of the folder is in memory at a time.
@@ -61,12 +64,13 @@ class FolderWriter:
         buffers: Mapping[str, Tensor] | None = None,
         text: Mapping[str, str] | None = None,
         shard_bytes: int = SHARD_BYTES,
+        adapters: bool = False,
     ) -> None:
         self._folder, self._dtype = folder, dtype
-        self._text = dict(text or {})
-        if names.format is None:
+        self._text, self._adapters = dict(text or {}), adapters
+        if names.format is None or adapters:
             shard_bytes = sys.maxsize
-        else:
+        if names.format is not None:
             self._text[LAYOUT_KEY] = HF_LAYOUT
         self._places = {name: names.place(name, shape) for name, shape in shapes.items()}
         self._parts: dict[str, dict[int, Tensor]] = {}
@@ -128,7 +132,9 @@ class FolderWriter:
             found = read_json(like / CONFIG)
             token_keys = {key: found[key] for key in TOKEN_KEYS if key in found}
         dtype = str(self._dtype).removeprefix("torch.")
-        if config is not None:
+        if config is not None and self._adapters:
+            self._write_json(PEFT_CONFIG, config)
+        elif config is not None:
             self._write_json(CONFIG, {**config, **token_keys, "dtype": dtype})
         if len(self._shards) > 1:
             where = {name: self._file_name(n) for name, n in sorted(self._shard_of.items())}
@@ -139,6 +145,8 @@ class FolderWriter:
         return sorted(self._folder.iterdir())
 
     def _file_name(self, number: int) -> str:
+        if self._adapters:
+            return ADAPTERS
         count = len(self._shards)
         return WEIGHTS if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
@@ -161,26 +169,79 @@ def save_model_files(
 ) -> None:
     """Gather the weights on rank 0, which writes a Hugging Face folder and seals it.
 
-    A model without a Hugging Face format is written as one .safetensors file. Every rank must call
-    this. Rank 0 holds one file of the folder in memory, in `dtype`.
+    Adapters are written alone, or added to the weights (lora.save_merged). A model without a
+    Hugging Face format is written as one .safetensors file. Every rank must call this. Rank 0 holds
+    one file of the folder in memory, in `dtype`.
     """
     buffers: dict[str, Tensor] = {}
     own = {n: buffer.cpu() for n, buffer in job.buffers.items() if job.holds_first(n)}
     for found in ranks.gathered(own):
         buffers |= found
-    names = Names.of(job)
+    names, adapters = Names.of(job), kind_of_files(job) == "peft"
     writer = None
     if job.world.is_first:
         text = {CONFIG_KEY: json.dumps(job.config.model_dump(mode="json", exclude_unset=True))}
         shapes = job.parameter_shapes()
-        writer = FolderWriter(folder, shapes, names, dtype, buffers=buffers, text=text)
-    for name, whole in job.whole_parameters():
+        kept = {n: shape for n, shape in shapes.items() if bool(adapted_layer(n)) == adapters}
+        writer = FolderWriter(
+            folder,
+            kept,
+            names,
+            dtype,
+            buffers=None if adapters else buffers,
+            text=None if adapters else text,
+            adapters=adapters,
+        )
+    for name, whole in job.whole_adapters() if adapters else job.merged_parameters():
         if writer is not None:
             writer.add(name, whole)
     if writer is not None:
-        config = None if names.format is None else names.format.config(names.sizes)
+        config, base = None, job.config.checkpoint.initial_load_path
+        if adapters:
+            config = peft_config(shapes, names, job.config.lora, base)
+        elif names.format is not None:
+            config = names.format.config(names.sizes)
         files = writer.finish(config, folder_like(job) if config else None)
         seal({file.name: record_of(file) for file in files})
+
+
+def kind_of_files(job: Job) -> str:
+    """How the last step is stored with checkpoint.last_save_in_hf, as in Manifest.stored_as."""
+    if Names.of(job).format is None:
+        return "safetensors"
+    return "peft" if job.config.lora.rank and not job.config.lora.save_merged else "huggingface"
+
+
+def peft_config(
+    shapes: Mapping[str, Sequence[int]], names: Names, section: LoRA, base: str | None
+) -> dict[str, Any]:
+    """adapter_config.json of peft, for a model whose parameters have these `shapes`.
+
+    `base` is the folder of the model that the adapters change. `target_modules` are the last parts
+    of names, or whole names if others end alike. Raises ConfigError for a layer whose weight a
+    folder joins with others. Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
+    """
+    assert names.format is not None
+    adapted = {f"{layer}.weight" for layer in filter(None, map(adapted_layer, shapes))}
+    names.format.require_alone({n: shapes[n] for n in adapted}, names.sizes)
+    matrices = {n: s for n, s in shapes.items() if len(s) == 2 and not adapted_layer(n)}
+    places = {n: names.place(n, shape) for n, shape in matrices.items()}
+    stored = {n: place.name.removesuffix(".weight") for n, place in places.items()}
+    others = {stored[n].rpartition(".")[2] for n in matrices if n not in adapted}
+    ends = {n: stored[n].rpartition(".")[2] for n in adapted}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": section.rank,
+        "lora_alpha": section.alpha,
+        "lora_dropout": section.dropout,
+        "target_modules": sorted({stored[n] if end in others else end for n, end in ends.items()}),
+        "fan_in_fan_out": any(places[n].is_transposed for n in adapted),
+        "bias": "none",
+        "init_lora_weights": section.init_lora_weights,
+    }
 
 
 def folder_like(job: Job) -> Path | None:

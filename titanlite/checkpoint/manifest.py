@@ -31,6 +31,7 @@ MANIFEST = "manifest.json"
 # what a Hugging Face folder has beside .safetensors files.
 METADATA, TENSORS, SAFETENSORS = ".metadata", ".distcp", "model.safetensors"
 HF_CONFIG = "config.json"
+PEFT_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
 FORMAT = 1
 # The block size in which files are read for their checksums.
 BLOCK_BYTES = 4 * 2**20
@@ -97,7 +98,8 @@ class Manifest(_Record):
     """The content of a checkpoint.
 
     `holds` is "training" (the full training state) or "weights". `stored_as` is the file format:
-    torch.distributed.checkpoint, one .safetensors file, or a Hugging Face folder. `serial`
+    torch.distributed.checkpoint, one .safetensors file, a Hugging Face folder, or peft's folder of
+    adapters alone. `serial`
     increases with each checkpoint of a folder, so the newest has the largest, whatever its step.
     `shapes` has the unsharded shape of each parameter of the whole model, by canonical name.
     `state` has the values of a TrainingState, or is empty if only weights are held.
@@ -109,7 +111,7 @@ class Manifest(_Record):
     step: Count
     serial: Positive
     holds: Literal["training", "weights"]
-    stored_as: Literal["dcp", "safetensors", "huggingface"]
+    stored_as: Literal["dcp", "safetensors", "huggingface", "peft"]
     shapes: Annotated[dict[Name, Annotated[list[Count], Field(max_length=64)]], Field(min_length=1)]
     dtype: Name
     plan: Name
@@ -128,6 +130,9 @@ class Manifest(_Record):
         if self.stored_as == "huggingface":
             if HF_CONFIG not in self.files or not self.weight_files:
                 raise ValueError(f"files lacks {HF_CONFIG}, or any .safetensors file")
+        elif self.stored_as == "peft":
+            if not {PEFT_CONFIG, ADAPTERS} <= self.files.keys():
+                raise ValueError(f"files lacks {PEFT_CONFIG} or {ADAPTERS}")
         elif self.stored_as == "safetensors":
             if set(self.files) != {SAFETENSORS}:
                 raise ValueError(f"files must list only {SAFETENSORS}")

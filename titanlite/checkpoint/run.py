@@ -21,12 +21,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from titanlite.checkpoint import state
 from titanlite.checkpoint.folder import CheckpointFolder, look_at, make_token
 from titanlite.checkpoint.group import CheckpointGroup
-from titanlite.checkpoint.huggingface import save_model_files
+from titanlite.checkpoint.huggingface import kind_of_files, save_model_files
 from titanlite.checkpoint.manifest import FileRecord, Manifest
 from titanlite.checkpoint.staging import CpuStager
 from titanlite.checkpoint.start import start_from
 from titanlite.checkpoint.storage import Seal, cause_line, first_failure, save, save_async
-from titanlite.checkpoint.weights import Names
 from titanlite.errors import ConfigError, NonFiniteError, TitanliteError
 from titanlite.job import Job
 from titanlite.parallelize.part import DTYPES
@@ -207,12 +206,11 @@ class Checkpoints:
         job, section = self._job, self._section
         dtype = EXPORT_DTYPES[section.export_dtype]
         folder = self._folder.unfinished(step, self._token)
-        in_hf = "safetensors" if Names.of(job).format is None else "huggingface"
         seal = self._sealer(
             folder,
             step=step,
             holds="weights",
-            stored_as=in_hf if section.last_save_in_hf else "dcp",
+            stored_as=kind_of_files(job) if section.last_save_in_hf else "dcp",
             dtype=section.export_dtype,
         )
         self._saving_to = self._folder.at(step)

@@ -21,6 +21,7 @@ from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.config.pipeline import split_points
 from titanlite.errors import ConfigError, quote
 from titanlite.job import Job
+from titanlite.modules.lora import adapted_layer
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,18 @@ def load_weights(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGrou
     """
     _check_model(job, path, manifest)
     if manifest.stored_as == "dcp":
-        metadata = read_metadata(path)
+        metadata, pieces = read_metadata(path), state.weight_pieces(job)
+        if not any(map(adapted_layer, manifest.shapes)):
+            pieces = {name: piece for name, piece in pieces.items() if not adapted_layer(name)}
         stored = tensors_in(metadata, manifest.files)
-        _read(state.averaged(state.weight_pieces(job), stored), path, ranks, metadata)
-    else:
-        # Only these files: others in the folder have not been checked.
-        load_safetensors(job, path, ranks, [path / name for name in manifest.weight_files])
+        _read(state.averaged(pieces, stored), path, ranks, metadata)
+        return
+    has_adapters = manifest.stored_as == "peft"
+    if has_adapters and (base := job.config.checkpoint.initial_load_path):
+        _load_initial(job, Path(base).expanduser(), ranks)
+    # Only these files: others in the folder have not been checked.
+    files = [path / name for name in manifest.weight_files]
+    load_safetensors(job, path, ranks, files, only_adapters=has_adapters)
 
 
 def _candidates(job: Job, folder: CheckpointFolder) -> list[Found]:
@@ -237,6 +244,8 @@ def _check_model(job: Job, path: Path, manifest: Manifest) -> None:
     if not manifest.is_accounted:
         _check_old(job, path, manifest)
     own = {name: list(shape) for name, shape in job.parameter_shapes().items()}
+    if manifest.holds == "weights" and not any(map(adapted_layer, manifest.shapes)):
+        own = {name: shape for name, shape in own.items() if not adapted_layer(name)}
     for name in sorted({*own, *manifest.shapes}):
         here, there = own.get(name, "none"), manifest.shapes.get(name, "none")
         if here != there:

@@ -28,7 +28,10 @@ from titanlite.errors import ConfigError
 from titanlite.files import flush, open_regular, shown
 from titanlite.job import Job
 from titanlite.models.hf_format import HFFormat, HFTensor, format_of, weight_files
+from titanlite.modules.lora import A, adapted_layer
 
+# What peft puts before the names of the model of transformers.
+PEFT_PREFIX = "base_model.model."
 # Text of a file: the job's configuration, and whose names and layouts its tensors have.
 CONFIG_KEY, LAYOUT_KEY, HF_LAYOUT = "titanlite.config", "titanlite.layout", "huggingface"
 
@@ -44,7 +47,15 @@ class Names:
         """Where the parameter `name` of the whole `shape` is stored."""
         if self.format is None:
             return HFTensor(name)
-        return self.format.tensor(name, shape, self.sizes)
+        if (layer := adapted_layer(name)) is None:
+            return self.format.tensor(name, shape, self.sizes)
+        weight = self.format.tensor(f"{layer}.weight", shape, self.sizes)
+        stored, is_a = weight.name.removesuffix(".weight"), name.endswith(A)
+        # B has the rows of the weight.
+        return HFTensor(
+            f"{PEFT_PREFIX}{stored}.lora_{'A' if is_a else 'B'}.weight",
+            head_dim=None if is_a else weight.head_dim,
+        )
 
     @classmethod
     def of(cls, job: Job) -> "Names":
@@ -63,16 +74,24 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, str
 
 
 def load_safetensors(
-    job: Job, path: Path, ranks: CheckpointGroup, files: Iterable[Path] | None = None
+    job: Job,
+    path: Path,
+    ranks: CheckpointGroup,
+    files: Iterable[Path] | None = None,
+    *,
+    only_adapters: bool = False,
 ) -> None:
     """Load each rank's shards from a .safetensors file, or a folder of them.
 
     Every rank must call this. `files` are the files of the folder, if it is known which are valid.
-    Raises ConfigError for missing keys, unexpected keys, wrong shapes, and weights that are not
-    floating point.
+    It may hold no adapter of LoRA: these keep their initial values. With `only_adapters`, it holds
+    nothing else. Raises ConfigError for missing keys, unexpected keys, wrong shapes, and weights
+    that are not floating point.
     """
     own = Names.of(job)
     pieces = {name.partition(".")[2]: piece for name, piece in state.weight_pieces(job).items()}
+    if only_adapters:
+        pieces = {name: piece for name, piece in pieces.items() if adapted_layer(name)}
     with contextlib.ExitStack() as stack:
         weights: list[StoredWeights] = []
 
@@ -81,6 +100,9 @@ def load_safetensors(
 
         ranks.all_do(open_files)
         (stored,) = weights
+        found = stored.names_of({n: p for n, p in pieces.items() if adapted_layer(n)}, {})
+        if not any(ranks.gathered(bool(found & stored.tensors.keys()))):
+            pieces = {name: piece for name, piece in pieces.items() if not adapted_layer(name)}
         # Under a pipeline, each rank has only some of the names.
         wanted = set().union(*ranks.gathered(stored.names_of(pieces, job.tied)))
         ranks.all_do(lambda: stored.refuse_unexpected(wanted))

@@ -39,6 +39,7 @@ from titanlite.parallelize.compile.spec import Compile
 from titanlite.parallelize.context_parallel.spec import ContextParallelKeys
 from titanlite.parallelize.expert_parallel.spec import ExpertParallelKeys
 from titanlite.parallelize.fsdp.spec import DataParallelKeys
+from titanlite.parallelize.lora.spec import LoRA
 from titanlite.parallelize.pipeline_parallel.spec import PipelineParallelKeys
 from titanlite.parallelize.steps import FEATURES
 from titanlite.parallelize.tensor_parallel.spec import TensorParallelKeys
@@ -540,6 +541,7 @@ class JobConfig(Section):
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
+    lora: LoRA = LoRA()
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation = Validation()
     sampling: Sampling = Sampling()

@@ -5,6 +5,7 @@ from titanlite.data.text.spec import (
     C4,
     C4_TEST,
     C4_VALIDATION,
+    CHAT,
     HF,
     HF_VALIDATION,
     PYDOC,
@@ -15,7 +16,7 @@ from titanlite.registry import DATASETS
 
 DATASETS.home = __name__
 IMAGES = (DIGITS, PHOTOS, CIFAR10, SYNTHETIC)
-TEXTS = (PYDOC, TEXT, TOKENS, HF, HF_VALIDATION, C4, C4_TEST, C4_VALIDATION)
+TEXTS = (PYDOC, TEXT, CHAT, TOKENS, HF, HF_VALIDATION, C4, C4_TEST, C4_VALIDATION)
 
 for built_in in (*IMAGES, *TEXTS):
     DATASETS.add(built_in)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from titanlite.parallelize.float8.apply import apply_float8 as apply_float8
     from titanlite.parallelize.fsdp.apply import FSDPReport as FSDPReport
     from titanlite.parallelize.fsdp.apply import apply_fsdp as apply_fsdp
+    from titanlite.parallelize.lora.apply import apply_lora as apply_lora
     from titanlite.parallelize.pipeline_parallel.apply import PipelineRunner as PipelineRunner
     from titanlite.parallelize.pipeline_parallel.apply import split_model as split_model
     from titanlite.parallelize.plan import ParallelPlan as ParallelPlan
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 PUBLIC = {
     "plan": ("ParallelPlan", "find_blocks", "find_plan"),
     "float8.apply": ("apply_float8", "Float8Report"),
+    "lora.apply": ("apply_lora",),
     "tensor_parallel.apply": ("apply_tp", "TensorParallelReport"),
     "expert_parallel.apply": ("apply_ep", "ExpertParallelReport"),
     "context_parallel.apply": ("apply_cp", "ContextParallelReport"),

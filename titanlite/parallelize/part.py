@@ -54,3 +54,5 @@ class FeatureStep:
     """Raises ConfigError if the plain model, on "meta", does not fit; called before ranks start."""
     finish: Callable[[JobConfig, list[nn.Module], Optimizer], None] | None = None
     """Called when this rank's parts have values and an optimizer."""
+    convert: Callable[[nn.Module, ParallelPlan, JobConfig], None] | None = None
+    """Changes the parameters of the plain model, on "meta", before it is split or cut."""

@@ -14,6 +14,7 @@ from titanlite.parallelize.expert_parallel.spec import EXPERT_PARALLEL
 from titanlite.parallelize.feature import Feature
 from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.parallelize.fsdp.spec import DATA_PARALLEL
+from titanlite.parallelize.lora.spec import LORA
 from titanlite.parallelize.pipeline_parallel.spec import PIPELINE_PARALLEL
 from titanlite.parallelize.tensor_parallel.spec import TENSOR_PARALLEL
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 
 STEPS: tuple[Feature, ...] = (
+    # Its adapters are parameters of the plain model, which all other steps then work on.
+    LORA,
     # It replaces linear layers, which all other steps then work on.
     FLOAT8,
     # Its plan names the model's own modules, before wrappers rename them.

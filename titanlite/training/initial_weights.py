@@ -12,7 +12,7 @@ import os
 import secrets
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from titanlite.errors import LostWorldError, TitanliteError
 from titanlite.modules.dropout import TokenDropout
+from titanlite.modules.lora import LoRALinear, adapted_layer
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part, shard_of
 from titanlite.modules.tied import find_tied, tie
@@ -53,10 +54,10 @@ def initialize(
     one if they are called weight, else zero. A model sets its buffers in `init_buffers()`.
 
     A tied weight is drawn once, by its first name. A pipeline stage may hold it under a further
-    one: give find_tied of the whole model as `tied`.
+    one: give find_tied of the whole model as `tied`. Adapters (LoRALinear) are always drawn.
     """
     plain: Any = _plain_model(model)
-    draw = getattr(plain, "init_parameter", _init_parameter)
+    draw = _draw_of(model, getattr(plain, "init_parameter", _init_parameter))
     tied_here = find_tied(model)
     model.to_empty(device=device)
     tie(model, tied_here)
@@ -65,15 +66,13 @@ def initialize(
         name = canonical_name(name)
         name = (tied or {}).get(name, name)
         parameters.append((name, parameter))
-    whole: Iterable[Tensor]
-    if values is not None:
-        whole = [values[name] for name, _ in parameters]
-    else:
-        is_own = type(plain).__module__.startswith("titanlite.models.")
-        at_once = is_own and device.type == "cuda" and _get_current_dispatch_mode() is None
-        shapes = [(name, parameter.shape) for name, parameter in parameters]
-        whole = _drawn(shapes, draw, seed, torch.get_num_threads() if at_once else 1)
-    for (_, parameter), full in zip(parameters, whole, strict=True):
+    given = values or {}
+    is_own = type(plain).__module__.startswith("titanlite.models.")
+    at_once = is_own and device.type == "cuda" and _get_current_dispatch_mode() is None
+    shapes = [(name, parameter.shape) for name, parameter in parameters if name not in given]
+    drawn = _drawn(shapes, draw, seed, torch.get_num_threads() if at_once else 1)
+    for name, parameter in parameters:
+        full = given[name] if name in given else next(drawn)
         local_part(parameter).copy_(shard_of(full, parameter))
     if values is None:
         init_buffers(model, seed)
@@ -83,11 +82,29 @@ def initialize(
     _set_dropout_keys(model, seed)
 
 
+Draw = Callable[[str, Tensor, torch.Generator], None]
+
+
+def _draw_of(model: nn.Module, draw: Draw) -> Draw:
+    """`draw`, but the adapters of `model` draw their own values."""
+    adapted = {
+        canonical_name(name): layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, LoRALinear)
+    }
+
+    def one(name: str, full: Tensor, generator: torch.Generator) -> None:
+        layer = adapted_layer(name)
+        if layer is None or layer not in adapted:
+            draw(name, full, generator)
+        else:
+            adapted[layer].init_adapter(name.split(".")[-2], full, generator)
+
+    return one
+
+
 def _drawn(
-    shapes: Sequence[tuple[str, torch.Size]],
-    draw: Callable[[str, Tensor, torch.Generator], None],
-    seed: int,
-    num_threads: int,
+    shapes: Sequence[tuple[str, torch.Size]], draw: Draw, seed: int, num_threads: int
 ) -> Iterator[Tensor]:
     """The initial values of parameters, in order; torch draws normal numbers on one thread."""
 

@@ -12,8 +12,10 @@ from titanlite.errors import ConfigError
 from titanlite.tools.convert.stored import ASKED, DATA, stored_sections
 
 SOURCE = Path("step-4")
-# Texts that name something titanlite itself has, or that are shown.
-TEXTS = {"job.description", "model.name", "model.flavor", "training.dataset"}
+# Texts that name something titanlite itself or the model has, or that are shown.
+TEXTS = {"job.description", "model.name", "model.flavor", "training.dataset"} | {
+    "lora.target_modules"
+}
 
 
 def used_keys() -> list[str]:

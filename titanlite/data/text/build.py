@@ -7,6 +7,7 @@ from titanlite.data.text.corpus import (
     HELD_OUT,
     PARTS,
     TRAIN,
+    chat_corpus,
     manual_corpus,
     stream_of,
     text_corpus,
@@ -15,7 +16,7 @@ from titanlite.data.text.corpus import (
 from titanlite.data.text.documents import find_files, python_name
 from titanlite.data.text.hub import arrow_files
 from titanlite.data.text.packed import PackedText, Stream
-from titanlite.data.text.spec import TextSpec
+from titanlite.data.text.spec import ChatSpec, TextSpec
 from titanlite.errors import ConfigError
 
 
@@ -44,7 +45,14 @@ def build_text(
     section = path_key.partition(".")[0]
     source = spec.hub_source(path)
     key = path_key if path else f"{section}.dataset"
-    if spec.name == "tokens":
+    if isinstance(spec, ChatSpec):
+        assert tokenizer is not None
+        files = find_files(path, path_key, spec.pattern) if path else []
+        folder = spec.keys.dump_folder
+        corpus = chat_corpus(files, path, path_key, tokenizer, folder)
+        source_name = "conversations" if path else f"conversations, {python_name()}"
+        stream = stream_of([corpus[part] for part in parts], source_name)
+    elif spec.name == "tokens":
         stream = _stream_of_tokens(spec, model, path, path_key, parts)
     elif source is not None:
         assert tokenizer is not None
@@ -78,7 +86,11 @@ def build_text(
             f"set training.seq_len to at most {max(1, len(stream) - 1):,}, or give more text{other}"
         )
     return PackedText(
-        stream, seq_len, shuffle_seed=seed if split == "train" else None, end_of_text=end
+        stream,
+        seq_len,
+        shuffle_seed=seed if split == "train" else None,
+        end_of_text=end,
+        has_marks=isinstance(spec, ChatSpec),
     )
 
 

@@ -14,16 +14,17 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from titanlite.data.text.chat import manual_conversations, marked_tokens, read_conversations
 from titanlite.data.text.documents import Document, first_of, python_manual, read_documents
 from titanlite.data.text.packed import Stream
-from titanlite.data.text.tokenizer import Tokenizer
+from titanlite.data.text.tokenizer import Messages, Tokenizer
 from titanlite.errors import ConfigError
 from titanlite.files import hold, read_bytes
 
@@ -76,7 +77,10 @@ def text_corpus(
         return _build_text(files, path_key, tokenizer, folder, report)
 
     name = _name("text", tokenizer.identity, selection)
-    folder, about = _kept(path, path_key, files, name, dump_folder, build, "tokenizing")
+    return _mapped_parts(*_kept(path, path_key, files, name, dump_folder, build, "tokenizing"))
+
+
+def _mapped_parts(folder: Path, about: Mapping[str, Any]) -> dict[str, CorpusPart]:
     parts = {}
     for part in PARTS:
         known = about["parts"][part]
@@ -87,6 +91,33 @@ def text_corpus(
             known["sha256"],
         )
     return parts
+
+
+def chat_corpus(
+    files: Sequence[Path], path: str, path_key: str, tokenizer: Tokenizer, dump_folder: str
+) -> dict[str, CorpusPart]:
+    """The parts of the conversations in `files`, as marked tokens (chat.py); without files, those
+    about Python's manual."""
+
+    def write(conversations: Iterable[tuple[Messages, bool]], sinks: "dict[str, _Sink]") -> None:
+        for messages, held in conversations:
+            tokens = marked_tokens(messages, tokenizer)
+            sinks[PARTS[held]].write(tokens)
+            sinks[PARTS[held]].num_documents += bool(len(tokens))
+
+    if not files:
+        sinks = {name: _Sink() for name in PARTS}
+        write(manual_conversations(), sinks)
+        return {name: sink.part() for name, sink in sinks.items()}
+
+    def build(folder: Path, report: Callable[[int], None]) -> dict[str, Any]:
+        with _file_sinks(folder, np.dtype(np.uint32)) as sinks:
+            write(read_conversations(files, path_key, report), sinks)
+        return _about(sinks, np.dtype(np.uint32))
+
+    turns = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
+    name = _name("chat", tokenizer.identity, tokenizer.render(turns, asks=True))
+    return _mapped_parts(*_kept(path, path_key, files, name, dump_folder, build, "tokenizing"))
 
 
 def stream_of(parts: Sequence[CorpusPart], source: str) -> Stream:
@@ -209,12 +240,21 @@ def _build_text(
     documents = read_documents(files, path_key, report)
     is_small = len(lengths) < MANY_DOCUMENTS
     pieces = _ends_held_out(documents, lengths) if is_small else _some_held_out(documents)
+    with _file_sinks(folder, dtype) as sinks:
+        _encode(pieces, tokenizer, sinks)
+    return _about(sinks, dtype)
+
+
+@contextlib.contextmanager
+def _file_sinks(folder: Path, dtype: np.dtype) -> "Iterator[dict[str, _Sink]]":
     with contextlib.ExitStack() as exits:
-        sinks = {
+        yield {
             name: _Sink(dtype, exits.enter_context((folder / f"{name}.bin").open("wb")))
             for name in PARTS
         }
-        _encode(pieces, tokenizer, sinks)
+
+
+def _about(sinks: "Mapping[str, _Sink]", dtype: np.dtype) -> dict[str, Any]:
     return {"dtype": dtype.name, "parts": {name: sink.about() for name, sink in sinks.items()}}
 
 

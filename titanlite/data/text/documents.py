@@ -99,6 +99,15 @@ def read_documents(
     `on_bytes` is called with the number of bytes that were read since its last call. Raises
     ConfigError, with file and line, if a file cannot be read.
     """
+    for where, opened, read in opened_files(files, path_key, on_bytes):
+        for document in read(opened, where):
+            yield _explained(document, where)
+
+
+def opened_files(
+    files: Iterable[Path], path_key: str, on_bytes: Callable[[int], None] = lambda count: None
+) -> Iterator[tuple[str, Any, "Reader"]]:
+    """Each file's name for messages, the open file, and the reader of its documents."""
     for file in files:
         read = reader_of(file)
         assert read is not None
@@ -109,8 +118,7 @@ def read_documents(
             io.BufferedReader(_Counted(raw, on_bytes)) as counted,
         ):
             opened: Any = gzip.GzipFile(fileobj=counted) if file.suffix == ".gz" else counted
-            for document in read(opened, where):
-                yield _explained(document, where)
+            yield where, opened, read
 
 
 def _explained(document: Document, where: str) -> Iterator[str]:
@@ -235,7 +243,8 @@ def _read_columns(batches: Callable[[], Iterator[Any]], where: str) -> Iterator[
         raise ConfigError(f"{where} is damaged ({shown(str(error))}); download it again") from error
 
 
-_READERS: dict[str, Callable[[BinaryIO, str], Iterator[Document]]] = {
+Reader = Callable[[BinaryIO, str], Iterator[Document]]
+_READERS: dict[str, Reader] = {
     ".txt": _read_text,
     ".jsonl": _read_json_lines,
     ".json": _read_json_lines,
@@ -245,7 +254,7 @@ _READERS: dict[str, Callable[[BinaryIO, str], Iterator[Document]]] = {
 SUFFIXES = '.txt, .jsonl, .json (lines of {"text": ...}; these also as .gz), .parquet or .arrow'
 
 
-def reader_of(file: Path) -> Callable[[BinaryIO, str], Iterator[Document]] | None:
+def reader_of(file: Path) -> Reader | None:
     """The reader for a file's suffix; None if it is not known."""
     *rest, last = ["", *file.suffixes][-2:]
     suffix = rest[0] if last == ".gz" and rest and rest[0] in (".txt", ".jsonl", ".json") else last

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titanlite.data.keyed_random import Orders, Permutation
+from titanlite.data.text.chat import ANSWER, FIRST
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,9 @@ class PackedText:
     start at 0 in each document. An end-of-text token belongs to the document that it ends. With
     `shuffle_seed` None the order is that of the stream, in every epoch. The tokens after the last
     whole sequence are not used.
+
+    With `has_marks`, tokens have the marks of conversations (chat.py): targets are -100 but for
+    answers, and a document is a conversation.
     """
 
     def __init__(
@@ -56,11 +60,12 @@ class PackedText:
         *,
         shuffle_seed: int | None = None,
         end_of_text: int | None = None,
+        has_marks: bool = False,
     ) -> None:
         self.num_samples = max(0, len(stream) - 1) // seq_len
         self.fingerprint, self.tokens_per_byte = stream.fingerprint, stream.tokens_per_byte
         self._stream, self._seq_len = stream, seq_len
-        self._end_of_text = end_of_text
+        self._end_of_text, self._has_marks = end_of_text, has_marks
         self._orders = Orders(Permutation, shuffle_seed, self.num_samples)
 
     def sample(self, index: int) -> "dict[str, Tensor]":
@@ -69,16 +74,23 @@ class PackedText:
 
         start = self._orders.place(index) * self._seq_len
         tokens = self._stream.read(start, start + self._seq_len + 1)
-        fields = {"tokens": tokens[:-1], "targets": tokens[1:]}
+        targets, is_first = tokens[1:], np.append(False, tokens[:-2] == self._end_of_text)
+        if self._has_marks:
+            is_first = tokens[:-1] & int(FIRST) > 0
+            is_target, tokens = tokens[1:] & int(ANSWER) > 0, tokens & int(FIRST) - 1
+            targets = np.where(is_target, tokens[1:], -100)
+        fields = {"tokens": tokens[:-1], "targets": targets}
         if self._end_of_text is not None:
-            fields |= number_documents(tokens[:-1], self._end_of_text)
+            fields |= number_documents(is_first)
         return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in fields.items()}
 
 
-def number_documents(tokens: np.ndarray, end_of_text: int) -> dict[str, np.ndarray]:
-    """The fields "documents" and "positions" of a sequence of tokens, int64 [T] each."""
-    places = np.arange(len(tokens), dtype=np.int64)
-    is_first = np.zeros(len(tokens), dtype=bool)
-    is_first[1:] = tokens[:-1] == end_of_text
+def number_documents(is_first: np.ndarray) -> dict[str, np.ndarray]:
+    """The fields "documents" and "positions" of a sequence, int64 [T] each.
+
+    `is_first` says which of its tokens begin a document; the very first always does.
+    """
+    places = np.arange(len(is_first), dtype=np.int64)
+    is_first = is_first & (places > 0)
     starts = np.maximum.accumulate(np.where(is_first, places, 0))
     return {"documents": np.cumsum(is_first, dtype=np.int64), "positions": places - starts}

@@ -134,6 +134,25 @@ class TokensSpec(TextSpec):
         return super().tokenizer
 
 
+@dataclass(frozen=True)
+class ChatSpec(TextSpec):
+    """Conversations, of which only the answers are targets; without a path, about Python's manual.
+
+    A prompt for samples is a question.
+    """
+
+    takes_path: bool = True
+    sampled_as: str | None = "chat"
+
+    def start_tokens(self, prompt: str) -> list[int] | None:
+        tokenizer = self.tokenizer
+        if tokenizer is None or not prompt:
+            return super().start_tokens(prompt)
+        text = tokenizer.render([{"role": "user", "content": prompt}], asks=True)
+        found: list[int] = tokenizer.encode_template([text])[0].tolist()
+        return found
+
+
 def cut(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
     """The tokens of a sampled document: up to its end-of-text token, without its start."""
     start = list(tokenizer.start) or [tokenizer.end_of_text]
@@ -143,6 +162,7 @@ def cut(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 PYDOC = TextSpec("pydoc", "the manual in Python's own help(), which differs between versions")
+CHAT = ChatSpec("chat", "conversations: lines of JSON with messages, or about Python's manual")
 TEXT = TextSpec("text", "text files: .txt, .jsonl, .parquet or .arrow", needs_path=True)
 TOKENS = TokensSpec("tokens", "files of tokens: .npy or .bin of uint16 or uint32", needs_path=True)
 C4_TEST = TextSpec(

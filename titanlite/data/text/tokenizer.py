@@ -8,18 +8,22 @@ import functools
 import hashlib
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from titanlite.errors import ConfigError
-from titanlite.files import open_regular
+from titanlite.files import open_regular, shown
 
 KEY = "model.hf_assets_path"
 # Names of the end-of-text token, tried in this order if tokenizer_config.json names none.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+Messages = Sequence[Mapping[str, str]]
+"""The turns of a conversation, each with its role and its content."""
 
 
 class Tokenizer(Protocol):
@@ -37,6 +41,12 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each text, without special tokens. Raises UnicodeEncodeError."""
 
+    def encode_template(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The same for text of a chat template, in which special tokens are spelled out."""
+
+    def render(self, messages: Messages, *, asks: bool = False) -> str:
+        """A conversation as text; with `asks`, up to where the next answer begins."""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text; bytes that are not UTF-8 become U+FFFD."""
 
@@ -51,6 +61,12 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    encode_template = encode
+
+    def render(self, messages: Messages, *, asks: bool = False) -> str:
+        lines = [f"{one['role']}: {one['content']}\n" for one in messages]
+        return "".join(lines) + "assistant: " * asks
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
@@ -81,6 +97,7 @@ class FileTokenizer:
                 f"{KEY}: {folder / 'tokenizer.json'} is not a tokenizer ({error}); download it "
                 "again"
             ) from error
+        self._folder = folder
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -107,6 +124,40 @@ class FileTokenizer:
             text.encode()  # the package replaces lone surrogates in silence
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+    def encode_template(self, texts: Sequence[str]) -> list[np.ndarray]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(texts)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    @functools.cached_property
+    def _of_transformers(self) -> Any:
+        if importlib.util.find_spec("transformers") is None:
+            raise ConfigError(
+                f"{KEY}: a chat template needs the package transformers, which is not installed; "
+                'pip install "titanlite[hf]"'
+            )
+        from transformers import PreTrainedTokenizerFast
+
+        found = PreTrainedTokenizerFast.from_pretrained(self._folder)
+        if not found.chat_template:
+            raise ConfigError(
+                f"{KEY}: the tokenizer in {self._folder} has no chat template; put one there as "
+                "chat_template.jinja"
+            )
+        return found
+
+    def render(self, messages: Messages, *, asks: bool = False) -> str:
+        template, more = self._of_transformers, {"tokenize": False, "add_generation_prompt": asks}
+        try:
+            return str(template.apply_chat_template(list(messages), **more))
+        except Exception as error:  # a template may raise anything
+            raise ConfigError(
+                f"{KEY}: the chat template in {self._folder} refuses a conversation "
+                f"({shown(' '.join(str(error).split()), 200)}); correct the data, or the template"
+            ) from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 from titanlite.errors import TitanliteError
 from titanlite.modules.experts import Experts, expert_layers
 from titanlite.modules.gradient_sums import sum_gradient
+from titanlite.modules.lora import LoRALinear, without_adapters
 from titanlite.modules.tied import find_tied
 from titanlite.parallelize.arguments import Plan, as_plan, check_flags, check_mesh
 from titanlite.parallelize.plan import ParallelPlan, match_modules, matches
@@ -103,7 +104,8 @@ def apply_tp(
         for name, module in matched.items():
             whole = _style_of_short_table(module, style, tp_mesh.size())
             try:
-                parallelize_module(module, tp_mesh, whole or style)
+                with without_adapters(module):
+                    parallelize_module(module, tp_mesh, whole or style)
             except Exception as error:  # a style may raise anything
                 what = name or "the model"
                 if isinstance(error, TitanliteError):
@@ -116,6 +118,9 @@ def apply_tp(
                 ) from error
             _share_distributed(model, tied)
             (replicated if whole else parallelized).append(name)
+    for layer in model.modules():
+        if isinstance(layer, LoRALinear) and isinstance(layer.weight, DTensor):
+            layer.shard(tp_mesh)
     summed = _partial_gradients(model, plan, styles)
     for name in summed:
         owner, _, leaf = name.rpartition(".")

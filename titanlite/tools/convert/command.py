@@ -27,9 +27,10 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.config import JobConfig, load_model_spec, make_model_config
 from titanlite.config.model import import_module
-from titanlite.errors import ConfigError, quote
+from titanlite.errors import ConfigError, TitanliteError, quote
 from titanlite.models.hf_format import CONFIG, INVALID, format_of, is_hf_folder, read_json
 from titanlite.observe.terminal import say, telling
+from titanlite.parallelize.lora.spec import LoRA
 from titanlite.registry import MODELS
 from titanlite.tools.convert.stored import find_checkpoint, stored_sections
 from titanlite.tools.options import Parser
@@ -54,10 +55,16 @@ def main(arguments: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("source", type=Path, help="step-N, a folder of them, .safetensors, or Hugging Face folder")
-    add("--out", type=Path, required=True, metavar="PATH", help="file or folder to write")
+    add("--out", type=Path, metavar="PATH", help="file or folder to write")
     add("--dtype", choices=DTYPE_NAMES, help="dtype to write; default: unchanged")
     copied = "Hugging Face folder, whose tokenizer and generation settings are copied"
     add("--like", type=Path, metavar="FOLDER", help=copied)
+    merge = (
+        "add the adapters of LoRA to the weights; default: only the adapters, as peft reads them"
+    )
+    add("--merge", action="store_true", help=merge)
+    check = "compare a Hugging Face folder with transformers: names, shapes, outputs of each module"
+    add("--check", action="store_true", help=check)
     model = "the model that gets the weights of a Hugging Face folder; default: hf, its own code"
     add("--model", metavar="NAME", help=model)
     add(f"--{IMPORT}", metavar="MODULE", help="module that registers the model")
@@ -65,6 +72,13 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     is_file = asked.source.suffix == ".safetensors"
     is_hf = is_hf_folder(asked.source) and not (asked.source / MANIFEST).exists()
+    given = {key: getattr(asked, key) for key in (IMPORT, PATH)}
+    if module := given[IMPORT]:
+        import_module(module)
+    if asked.out is None:
+        if not (asked.check and is_hf_folder(asked.source)):
+            raise ConfigError("--out: is not set; give it, or --check for a Hugging Face folder")
+        return check_hf_folder(asked.source, asked.model)
     to_file = asked.out.suffix == ".safetensors"
     if (is_file or is_hf) and to_file:
         raise ConfigError(
@@ -74,17 +88,17 @@ def main(arguments: Sequence[str]) -> int:
         )
     if asked.out.exists():
         raise ConfigError(f"--out: {asked.out} exists already; give another name")
+    to_hf = not (is_file or is_hf or to_file)
     for option, value, fits in (
-        ("--like", asked.like, not (is_file or is_hf or to_file)),
+        ("--like", asked.like, to_hf),
+        ("--merge", asked.merge or None, to_hf),
+        ("--check", asked.check or None, to_hf),
         ("--model", asked.model, is_hf),
     ):
         if value is not None and not fits:
             raise ConfigError(f"{option}: has no effect on this conversion; remove it")
     if asked.like is not None and not is_hf_folder(asked.like):
         raise ConfigError(f"--like: {asked.like} has no config.json; give a Hugging Face folder")
-    given = {key: getattr(asked, key) for key in (IMPORT, PATH)}
-    if module := given[IMPORT]:
-        import_module(module)
     if is_hf:
         count = from_hf_folder(asked.source, asked.out, asked.model, asked.dtype)
     elif is_file:
@@ -92,9 +106,12 @@ def main(arguments: Sequence[str]) -> int:
     elif to_file:
         count = to_safetensors(asked.source, asked.out, asked.dtype)
     else:
-        count = to_hf_folder(asked.source, asked.out, asked.dtype, like=asked.like, given=given)
+        like, merges = asked.like, asked.merge
+        count = to_hf_folder(
+            asked.source, asked.out, asked.dtype, like=like, given=given, merges=merges
+        )
     say(f"{count:,} parameters: {asked.out}")
-    return 0
+    return check_hf_folder(asked.out) if asked.check else 0
 
 
 def to_safetensors(source: Path, out: Path, dtype: str | None = None) -> int:
@@ -116,14 +133,17 @@ def to_hf_folder(
     *,
     like: Path | None = None,
     given: Mapping[str, str | None] | None = None,
+    merges: bool = False,
 ) -> int:
     """Write the weights of a checkpoint to a Hugging Face folder; returns the number of parameters.
 
     `like` is a folder whose tokenizer and generation settings are copied. `given` has the keys that
-    are not taken from a checkpoint (stored.py).
+    are not taken from a checkpoint (stored.py). Of a model with adapters, these are written alone,
+    or with `merges` added to the weights.
     """
-    from titanlite.checkpoint.huggingface import FolderWriter
+    from titanlite.checkpoint.huggingface import FolderWriter, peft_config
     from titanlite.checkpoint.weights import CONFIG_KEY
+    from titanlite.modules.lora import adapted_layer, merged
 
     path, manifest = find_checkpoint(source)
     names = _names_of(manifest.config, path, given)
@@ -134,19 +154,37 @@ def to_hf_folder(
         )
     names.format.require_fit(names.sizes)
     tensors, _ = _read_checkpoint(path, dtype, names)
-    kinds = {tensors[name].dtype for name in manifest.shapes}
+    kinds = {tensors[name].dtype for name in manifest.shapes if name in tensors}
     if len(kinds) != 1:
         raise ConfigError(f"--dtype: {path} has weights of several dtypes; give one of them")
-    shapes = manifest.shapes
-    buffers = {name: tensor for name, tensor in tensors.items() if name not in shapes}
-    text = {CONFIG_KEY: json.dumps(manifest.config)}
+    shapes, section = manifest.shapes, _lora_of(manifest.config, path)
+    adapters = {name: whole for name, whole in tensors.items() if adapted_layer(name)}
+    more: dict[str, Any] = {"adapters": True}
+    if adapters and not merges:
+        base = manifest.config.get("checkpoint", {}).get("initial_load_path")
+        config = peft_config(shapes, names, section, base)
+        tensors = adapters
+    else:
+        scales = {layer: section.scale for layer in map(adapted_layer, adapters) if layer}
+        tensors = dict(merged(tensors.items(), scales))
+        buffers = {name: tensor for name, tensor in tensors.items() if name not in shapes}
+        more = {"buffers": buffers, "text": {CONFIG_KEY: json.dumps(manifest.config)}}
+        config = names.format.config(names.sizes)
+    shapes = {name: shape for name, shape in shapes.items() if name in tensors}
     with _making(out) as unfinished:
-        writer = FolderWriter(unfinished, shapes, names, kinds.pop(), buffers=buffers, text=text)
+        writer = FolderWriter(unfinished, shapes, names, kinds.pop(), **more)
         for name in shapes:
             writer.add(name, tensors[name])
-        writer.finish(names.format.config(names.sizes), like)
+        writer.finish(config, like)
         unfinished.rename(out)
-    return manifest.num_parameters
+    return sum(tensors[name].numel() for name in shapes)
+
+
+def _lora_of(config: Mapping[str, Mapping[str, Any]], source: Path) -> LoRA:
+    try:
+        return LoRA.model_validate(config.get("lora", {}))
+    except ValidationError as error:
+        raise ConfigError(f"{source} has an invalid [lora]: {told_invalid(error)}") from error
 
 
 def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
@@ -167,12 +205,7 @@ def from_hf_folder(
     from titanlite.checkpoint.weights import opened_weights
     from titanlite.modules.tied import find_tied
 
-    written = read_config(source)
-    own = (written or {}).get("model", {}).get("name", "hf")
-    if written is None or model is not None or own == "hf":
-        written = {**(written or {}), "model": _model_of(source, model or own)}
-    names = _names_of(written, source)
-    plain = _plain_model(written, names)
+    written, names, plain = _folder_model(source, model)
     shapes = {name: parameter.shape for name, parameter in plain.named_parameters()}
     with opened_weights(source, names) as stored:
         pieces = _pieces_of(stored, shapes, plain)
@@ -181,6 +214,50 @@ def from_hf_folder(
     tensors = {name: piece.local for name, piece in pieces.items()}
     buffers = pieces.keys() - shapes.keys()
     return _write_checkpoint(tensors, written, source, out, dtype, "a Hugging Face folder", buffers)
+
+
+def check_hf_folder(folder: Path, model: str | None = None) -> int:
+    """Compare what titanlite and transformers make of a folder; 0 if they agree, else 1.
+
+    `model` is as in from_hf_folder.
+    """
+    import torch
+
+    from titanlite.checkpoint.storage import Piece
+    from titanlite.checkpoint.weights import opened_weights
+    from titanlite.models.build import initial_model
+    from titanlite.modules.shards import buffers_of
+    from titanlite.modules.tied import find_tied
+    from titanlite.tools.convert.check import check_folder
+
+    if not is_hf_folder(folder):
+        raise ConfigError(f"--check: {folder} has no config.json, so no whole model; give --merge")
+    written, names, _ = _folder_model(folder, model)
+    plain = initial_model(MODELS[written["model"]["name"]], names.sizes, torch.float32, seed=0)
+    parameters = dict(plain.named_parameters())
+    tensors = {**parameters, **buffers_of([plain])}
+    pieces = {name: Piece.whole(tensor.detach()) for name, tensor in tensors.items()}
+    with opened_weights(folder, names) as stored:
+        stored.refuse_unexpected(stored.names_of(pieces, find_tied(plain)))
+        stored.fill(pieces, parameters)
+        try:
+            check_folder(folder, stored, names, plain)
+        except ConfigError:
+            raise
+        except TitanliteError as error:
+            say(f"DIFFERS: {error}")
+            return 1
+    return 0
+
+
+def _folder_model(source: Path, model: str | None) -> tuple[dict[str, Any], Names, nn.Module]:
+    """The configuration that a folder gives a model, its names, and the model on "meta"."""
+    written = read_config(source)
+    own = (written or {}).get("model", {}).get("name", "hf")
+    if written is None or model is not None or own == "hf":
+        written = {**(written or {}), "model": _model_of(source, model or own)}
+    names = _names_of(written, source)
+    return written, names, _plain_model(written, names)
 
 
 def _model_of(folder: Path, model: str) -> dict[str, Any]:
@@ -237,6 +314,7 @@ def _read_checkpoint(
     from titanlite.checkpoint import storage
     from titanlite.checkpoint.state import MODEL, averaged
     from titanlite.checkpoint.weights import opened_weights
+    from titanlite.modules.lora import adapted_layer
 
     path, manifest = find_checkpoint(source)
     try:
@@ -248,8 +326,10 @@ def _read_checkpoint(
             files = [path / name for name in manifest.weight_files]
             with opened_weights(path, names, files) as opened:
                 plain = _plain_model(manifest.config, names)
-                pieces = _pieces_of(opened, manifest.shapes, plain)
-                opened.fill(pieces, manifest.shapes)
+                # A run with adapters has merged them.
+                shapes = {n: s for n, s in manifest.shapes.items() if not adapted_layer(n)}
+                pieces = _pieces_of(opened, shapes, plain)
+                opened.fill(pieces, shapes)
             tensors = {name: piece.local for name, piece in pieces.items()}
         else:
             stored = storage.stored_tensors(path, manifest.files)

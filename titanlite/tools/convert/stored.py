@@ -25,6 +25,7 @@ DATA: Mapping[str, tuple[str, ...]] = {
     "job": ("description",),
     "model": ("name", "flavor"),
     "training": ("dataset", "seq_len", "dtype", "mixed_precision_param", "mixed_precision_reduce"),
+    "lora": ("rank", "alpha", "target_modules"),
     "sampling": ("num_samples", "temperature", "top_k", "top_p", "num_tokens"),
     "debug": ("seed", "deterministic", "deterministic_warn_only"),
 }
@@ -54,6 +55,11 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
         found = newest[0]
     if found.manifest is None:
         raise ConfigError(f"{path} cannot be used: {found.reason}; give another checkpoint")
+    if found.manifest.stored_as == "peft":
+        raise ConfigError(
+            f"{found.path} has only adapters, in peft's format already; load it with peft, or end "
+            "the run with lora.save_merged = true"
+        )
     return found.path, found.manifest
 
 

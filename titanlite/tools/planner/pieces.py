@@ -196,8 +196,9 @@ class _FewerBlocks:
     """Builds a model with at most two blocks of each kind.
 
     Blocks with the same modules and parameters are of one kind, if both are recomputed or neither
-    is: every `every`-th one may be. `kinds` and `names` are those of all blocks, `kept_kinds` and
-    `kept` those of the blocks that stay.
+    is: every `every`-th one may be. A block with frozen weights alone before it is another kind.
+    `kinds` and `names` are those of all blocks, `kept_kinds` and `kept` those of the blocks that
+    stay.
     """
 
     def __init__(self, every: int, optimizer: Any) -> None:
@@ -217,8 +218,11 @@ class _FewerBlocks:
         blocks = find_blocks(model, plan)
         self.names = [plan.block_name(key) for key in blocks]
         known: dict[Any, int] = {}
+        learns = list(_learns_before(model, plan, blocks))
         self.kinds = [
-            known.setdefault((*_look(block), is_checkpointed(key, index, self._every)), len(known))
+            known.setdefault(
+                (*_look(block), is_checkpointed(key, index, self._every), learns[index]), len(known)
+            )
             for index, (key, block) in enumerate(blocks.items())
         ]
         self.kept_kinds, removed = [], []
@@ -233,6 +237,20 @@ class _FewerBlocks:
             del container._modules[key]
         self.kept = [plan.block_name(key) for key in find_blocks(model, plan)]
         return model, plan
+
+
+def _learns_before(
+    model: nn.Module, plan: ParallelPlan, blocks: Mapping[str, nn.Module]
+) -> Iterator[bool]:
+    """Whether anything before each block is trained: if not, its input gets no gradient."""
+    learns = any(
+        parameter.requires_grad
+        for name, parameter in model.named_parameters()
+        if not plan.is_in_block(name) and not name.startswith(tuple(f"{h}." for h in plan.head))
+    )
+    for block in blocks.values():
+        yield learns
+        learns = learns or any(parameter.requires_grad for parameter in block.parameters())
 
 
 def _balance_bytes(model: nn.Module) -> int:

@@ -320,7 +320,7 @@ def whole_model(job: Job) -> nn.Module:
         model = initial_model(spec, sizes, dtype, seed).to(job.world.device)
     tie(model, tied)
     own = dict(model.named_parameters())
-    for name, whole in job.whole_parameters():
+    for name, whole in job.merged_parameters():
         own[name].copy_(whole)
     buffers = dict(model.named_buffers())
     for part in job.parts:

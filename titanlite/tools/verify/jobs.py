@@ -15,6 +15,7 @@ from titanlite.config.toml import drop, put
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import TABLE, divisors
 from titanlite.parallelize.feature import Feature
+from titanlite.parallelize.lora.spec import LORA
 from titanlite.parallelize.steps import FEATURES, depends_on_microbatch, features_on
 from titanlite.registry import SCHEDULERS, is_over_batch
 
@@ -77,6 +78,8 @@ def plan_job(job: ResolvedJob, dtype: str) -> ResolvedJob:
                 if mixed or job.config.optimizer.name != "Muon"
                 else {"optimizer.ns_dtype": dtype}
             ),
+            # While B is zero, A has no gradient.
+            **({"lora.init_lora_weights": False} if LORA.is_on(job.config) else {}),
         },
     )
     return resolve_job(config, job.dims.world_size)

@@ -45,7 +45,8 @@ SYNTHETIC = ["--training.dataset=synthetic", "--training.dataset_path=none"]
 
 
 def load(path: Path):
-    changes = [] if "pydoc" in path.read_text() else SYNTHETIC
+    is_text = {"pydoc", "chat"} & set(path.read_text().split('"'))
+    changes = [] if is_text else SYNTHETIC
     return parse_args([f"--job.config_file={path}", *changes])
 
 

@@ -1,0 +1,1 @@
+"""Adapters of low rank on frozen linear layers."""
