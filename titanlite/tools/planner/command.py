@@ -18,8 +18,10 @@ from titanlite.observe.terminal import say, tell, telling, terminal_width, uses_
 from titanlite.schedule import Timeline
 from titanlite.schedule.trace import make_trace
 from titanlite.tools.options import Parser, positive, write
+from titanlite.tools.planner.advice import advise
 from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.hardware import Hardware, known_hardware, load_hardware
+from titanlite.tools.planner.hf_job import hf_job
 from titanlite.tools.planner.html import draw_page
 from titanlite.tools.planner.planning import JobPlan, plan_job, plannable, resolve
 from titanlite.tools.planner.report import figures, show
@@ -48,19 +50,14 @@ def main(arguments: Sequence[str]) -> int:
 
         print(compare(Path(options.published), options.json))
         return 0
-    if options.job is None:
-        raise ConfigError("job: is missing; give the TOML file of the job")
+    words, notes = _words(options)
     hardware = load_hardware(options.hardware) if options.hardware else None
-    for option in ("trace", "svg"):
-        if getattr(options, option) and hardware is None:
-            raise ConfigError(f"--{option}: a step has no times without --hardware; give both")
+    _refuse(options, hardware)
     if options.search:
-        return _search(options, rest, hardware)
-    for option in ("best", "exhaustive"):
-        if getattr(options, option):
-            raise ConfigError(f"--{option}: only a search has it; give --search, too")
+        return _search(options, words, rest, hardware)
     measured = _read_measured(options.measured, options.svg)
-    resolved, notes = resolve([options.job, *rest], hardware, options.ranks)
+    resolved, more = resolve([*words, *rest], hardware, options.ranks)
+    notes += more
     config = resolved.config
     if options.tensors:
         with telling("tracing the model"):
@@ -70,6 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--svg: the job has no pipeline to draw; write a page with --html")
     with telling("tracing a step of one rank of each pipeline stage"):
         plan = plan_job(resolved, hardware, is_compiled=config.compile.enable)
+        plan.advice.extend(advise(plan, resolved))
         screen = _first_screen(resolved, plan)
     plan.notes.extend(notes)
     if options.json:
@@ -89,12 +87,34 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _refuse(options: argparse.Namespace, hardware: Hardware | None) -> None:
+    """Raises ConfigError for an option that needs another one."""
+    for option in ("trace", "svg"):
+        if getattr(options, option) and hardware is None:
+            raise ConfigError(f"--{option}: a step has no times without --hardware; give both")
+    for option in ("best", "exhaustive"):
+        if getattr(options, option) and not options.search:
+            raise ConfigError(f"--{option}: only a search has it; give --search, too")
+
+
+def _words(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The words that name the job, and notes."""
+    if options.hf is not None:
+        if options.job is not None:
+            raise ConfigError(f"--hf: the job is {options.job}; leave out one of them")
+        return hf_job(options.hf)
+    if options.job is None:
+        raise ConfigError("job: is missing; give the TOML file of the job, or --hf config.json")
+    return [f"--job.config_file={options.job}"], []
+
+
 def _parser() -> Parser:
-    usage = "titanlite plan JOB.toml [options] [--section.key=value ...]"
+    usage = "titanlite plan JOB.toml|--hf FILE [options] [--section.key=value ...]"
     parser = Parser("titanlite plan", usage, description=__doc__)
     add = parser.add_argument
     add("job", nargs="?", help="the TOML file of the job")
     add("--json", metavar="FILE", help="write all figures to a file")
+    add("--hf", metavar="FILE", help="plan the model of a Hugging Face config.json instead")
     add("--ranks", type=positive, metavar="N", help="by default as many as the job's degrees need")
     devices = ", ".join(known_hardware())
     add("--hardware", metavar="NAME|FILE", help=f"also give the time: of {devices}, or of a file")
@@ -130,7 +150,9 @@ def _tensors(resolved: ResolvedJob) -> list[str]:
     return [heading, "", *describe(accounts, terminal_width(sys.stdout, 0))]
 
 
-def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | None) -> int:
+def _search(
+    options: argparse.Namespace, words: list[str], rest: list[str], hardware: Hardware | None
+) -> int:
     from titanlite.tools.planner import search_report as report
     from titanlite.tools.planner.search import interrupted_once
 
@@ -142,7 +164,7 @@ def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | N
                 f"--{option}: a search has many plans; plan the one that --best wrote"
             )
     # A job for another number of ranks need not be legal as it is.
-    reading = read_job([f"--job.config_file={options.job}", *rest])
+    reading = read_job([*words, *rest])
     asked = reading.require()
     config, notes = plannable(asked, hardware=hardware)
     num_ranks = options.ranks or resolve_job(config).dims.world_size

@@ -15,6 +15,7 @@ from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.schedule import make_schedule
 from titanlite.schedule.trace import make_trace
 from titanlite.schedule.walk import walk
+from titanlite.tools.planner.advice import advise
 from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.command import _read_measured
 from titanlite.tools.planner.composition import representatives
@@ -183,9 +184,11 @@ def test_a_large_job_whose_pieces_are_known_is_planned_without_torch(
     sizes = ["--training.global_batch_size=512", "--training.local_batch_size=1"]
     words = ["--model.flavor=debug", "--training.dataset=synthetic", *sizes]
     words.append("--activation_checkpoint.mode=full")
-    config, _ = plannable(parse_args(words), hardware=load_hardware("h100"))
+    h100 = load_hardware("h100")
+    config, _ = plannable(parse_args(words), hardware=h100)
     resolved = resolve_job(config, None)
-    assert plan_job(resolved).method == PIECES
+    assert (plan := plan_job(resolved, h100)).method == PIECES
+    assert advise(plan, resolved)
     load_applied(resolved)
     job, page = tmp_path / "job.toml", tmp_path / "page.html"
     job.write_text("")
