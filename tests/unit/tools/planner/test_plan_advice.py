@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from titanlite.quantities import format_bytes
 from titanlite.tools.planner.planning import Advice
 
 MODEL = {"dim": 4096, "n_layers": 2, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 32768}
+TRAINING = {"dataset": "synthetic", "seq_len": 4096, "mixed_precision_param": "bfloat16"}
 MODE, TP = "activation_checkpoint.mode", "parallelism.tensor_parallel_degree"
 
 
@@ -21,13 +21,7 @@ def job(parallelism: dict[str, int], mode: str = "none") -> dict[str, Any]:
     return {
         "job": {"device": "cuda"},
         "model": {"name": "llama3", **MODEL},
-        "training": {
-            "dataset": "synthetic",
-            "seq_len": 4096,
-            "global_batch_size": 1024,
-            "local_batch_size": 2,
-            "mixed_precision_param": "bfloat16",
-        },
+        "training": {"global_batch_size": 1024, "local_batch_size": 2, **TRAINING},
         "parallelism": {"data_parallel_shard_degree": 512, **parallelism},
         "activation_checkpoint": {"mode": mode},
     }
@@ -52,8 +46,6 @@ def planned(given: dict[str, Any], hardware: str) -> list[Advice]:
     """What is advised, after each changed job is planned again."""
     result = titanlite.plan(given, hardware=hardware)
     assert 0 < len(result.advice) <= 3
-    seconds = [one.seconds for one in result.advice]
-    assert seconds == sorted(seconds)
     for one in result.advice:
         if "compile.enable" in one.changes:
             # Its blocks would be traced, which takes long.
@@ -70,8 +62,8 @@ def planned(given: dict[str, Any], hardware: str) -> list[Advice]:
 def test_what_does_not_fit_gets_changes_that_do(tmp_path: Path) -> None:
     found = planned(job({}), device(tmp_path, 5))
     assert any(MODE in one.changes for one in found)
-    assert all(one.why.startswith("memory is ") for one in found)
-    assert all(one.text.endswith(", which fits") for one in found)
+    for one in found:
+        assert re.fullmatch("memory is .*: with .*, a step takes .*, which fits", one.text)
 
 
 def test_nothing_is_recomputed_without_need(tmp_path: Path) -> None:
@@ -99,7 +91,5 @@ def test_an_idle_pipeline_gets_another_schedule(tmp_path: Path) -> None:
 
 
 def test_where_nothing_helps_nothing_is_said(tmp_path: Path) -> None:
-    assert titanlite.plan(job({}), hardware=device(tmp_path, 1)).advice == []
-    assert titanlite.plan(job({}), hardware="cpu").advice == []
-    result = titanlite.plan(job({}), hardware=device(tmp_path, 200))
-    assert result.figures["next"] == [asdict(one) for one in result.advice]
+    for hardware in (device(tmp_path, 1), "cpu"):
+        assert titanlite.plan(job({}), hardware=hardware).figures["next"] == []
