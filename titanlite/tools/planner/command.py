@@ -24,7 +24,7 @@ from titanlite.tools.planner.hardware import Hardware, known_hardware, load_hard
 from titanlite.tools.planner.hf_job import hf_job
 from titanlite.tools.planner.html import draw_page
 from titanlite.tools.planner.planning import JobPlan, plan_job, plannable, resolve
-from titanlite.tools.planner.report import figures, show
+from titanlite.tools.planner.report import figures, show, step_in_words
 from titanlite.tools.planner.space import KEPT_TRAINING
 from titanlite.tools.planner.spans import draw_schedules, make_timeline, read_trace, step_spans
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.trace:
             write(options.trace, make_trace(timeline))
         if options.svg:
-            write(options.svg, draw_schedules(timeline, measured))
+            write(options.svg, draw_schedules(timeline, measured, step_in_words(plan)))
     # Files first: what reads the output may close it early, as `head` does.
     width, color = terminal_width(sys.stdout), uses_color(sys.stdout)
     print(show(plan, screen=screen, width=width, color=color))
@@ -153,7 +153,7 @@ def _tensors(resolved: ResolvedJob) -> list[str]:
 def _search(
     options: argparse.Namespace, words: list[str], rest: list[str], hardware: Hardware | None
 ) -> int:
-    from titanlite.tools.planner import search_report as report
+    from titanlite.tools.planner import search_report
     from titanlite.tools.planner.search import interrupted_once
 
     if hardware is None:
@@ -171,11 +171,11 @@ def _search(
     fixed = [one.removeprefix("--").partition("=")[0] for one in rest if one.startswith("--")]
     keys = [key for key in fixed if key.startswith(("parallelism.", "activation_checkpoint."))]
     keys += [key for key in fixed if key in KEPT_TRAINING]
-    space = report.make_space(config, reading.draft(num_ranks), num_ranks, hardware, keys)
+    space = search_report.make_space(config, reading.draft(num_ranks), num_ranks, hardware, keys)
     with interrupted_once():
         tell("searching; Ctrl-C ends it and keeps what it has found")
-        result = report.run_search(space, hardware, exhaustive=options.exhaustive)
-        found = report.search_figures(result, hardware)
+        result = search_report.run_search(space, hardware, exhaustive=options.exhaustive)
+        found = search_report.search_figures(result, hardware)
         if options.json:
             write(options.json, json.dumps(found, indent=1))
         if options.html:
@@ -183,8 +183,8 @@ def _search(
         if options.best and result.best:
             # The job as it was given: it may run on another device than the one it is planned for.
             best = override(asked, result.best[0].changes)
-            write(options.best, report.write_toml(best))
-        print(report.show_search(result, hardware))
+            write(options.best, search_report.write_toml(best))
+        print(search_report.show_search(result, hardware))
         print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
     return 0 if result.best and not result.failures else 1
 

@@ -127,6 +127,14 @@ def show_top(plan: JobPlan, width: int) -> list[str]:
     return lines + _wrapped(((f"{name:10}", text) for name, text in rows), width, 10)
 
 
+def step_in_words(plan: JobPlan) -> str:
+    """The length of a step, and the mean share of it in which a rank is idle."""
+    if plan.prediction is None:
+        return ""
+    seconds = format_seconds(plan.prediction.step.seconds)
+    return f"step {seconds}, idle {plan.prediction.bubble:.1%}"
+
+
 def show_head(plan: JobPlan, width: int) -> list[str]:
     """The ranks, their hardware, and what bounds the step."""
     lines = [f"{plan.dims.world_size:,} ranks: {plan.dims.describe()}"]

