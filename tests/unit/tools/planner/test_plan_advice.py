@@ -74,6 +74,7 @@ def test_nothing_is_recomputed_without_need(tmp_path: Path) -> None:
     assert all("which fits" not in one.text for one in found)
 
 
+@pytest.mark.slow
 def test_tp_stays_in_a_node(tmp_path: Path) -> None:
     given = job({"data_parallel_shard_degree": 128, "tensor_parallel_degree": 4})
     found = planned(given, device(tmp_path, 80, per_node=2))

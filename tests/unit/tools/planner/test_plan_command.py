@@ -27,6 +27,12 @@ from titanlite.tools.planner.trace import trace_rank
 BATCH, TOKENS = 4, 64
 
 
+@pytest.fixture(autouse=True)
+def _without_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes of a job are planned in test_plan_advice.py."""
+    monkeypatch.setattr("titanlite.tools.planner.command.advise", lambda *_: [])
+
+
 def debug_job(plan: dict[str, Any] | None = None, **training: Any) -> JobConfig:
     return JobConfig.from_dict(
         {

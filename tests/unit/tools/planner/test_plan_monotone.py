@@ -26,7 +26,7 @@ PLANS = (
     ((2, 4, 1, 1), "Interleaved1F1B"),
 )
 # A transfer that starts earlier can share its link with one that the main stream waits for.
-TOLERANCE = {PLANS[0]: 0.02}
+TOLERANCE = {PLANS[0]: 0.05}
 # Of the hardware: a larger rate and a shorter time cannot hurt.
 RATES = [(part, "bytes_per_second") for part in ("node", "fabric", "memory")]
 RATES += [("products", "share"), ("attention", "forward_share")]
@@ -72,7 +72,7 @@ def scaled(hardware: Hardware, part: str, key: str, factor: float) -> Hardware:
     return replace(hardware, **{part: replace(of, **{key: getattr(of, key) * factor})})
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [15, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_better_hardware_never_makes_a_step_longer(examples: int) -> None:
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(*DRAWN)
