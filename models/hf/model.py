@@ -112,6 +112,9 @@ def inputs(batch: "Batch") -> dict[str, Any]:
     """The arguments of forward besides the tokens."""
     positions = batch.positions
     found = {"position_ids": positions.view(-1, positions.size(-1)), "use_cache": False}
+    if positions.is_meta:
+        # Without a mask, transformers reads the values of positions. Attention takes none.
+        found["attention_mask"] = positions.new_ones(1, 1, 1, 1)
     if "documents" in batch.fields:
         found["documents"] = batch["documents"]
     return found

@@ -49,12 +49,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = SimpleNamespace(notes=[], dims=None)
+    plan = SimpleNamespace(notes=[], advice=[], dims=None)
     for name, stand_in in {
         "plan_job": lambda *_, **__: plan,
         **{name: lambda *_, **__: "text" for name in ("draw_page", "draw_schedules", "make_trace")},
         **{name: lambda *_, **__: "text" for name in ("_first_screen", "show", "figures")},
-        **{name: lambda *_: [] for name in ("step_spans", "make_timeline")},
+        **{name: lambda *_: [] for name in ("step_spans", "make_timeline", "advise")},
+        "step_in_words": lambda _: "text",
     }.items():
         monkeypatch.setattr(f"titanlite.tools.planner.command.{name}", stand_in)
     asked = files(tmp_path, "json", "html", "trace", "svg")

@@ -26,6 +26,7 @@ spans.py       what each rank of a predicted step does when, for traces and pict
 report.py      a plan as text, and as plain values; tensors.py: the account of every tensor
 html.py        a plan and a search as a page (titanlite/tools/planner/page/)
 local.py       whether a job fits in this machine's memory
+advice.py      what to change next; hf_job.py: a job from a config.json
 command.py     `titanlite plan`
 """
 

@@ -18,11 +18,13 @@ from titanlite.observe.terminal import say, tell, telling, terminal_width, uses_
 from titanlite.schedule import Timeline
 from titanlite.schedule.trace import make_trace
 from titanlite.tools.options import Parser, positive, write
+from titanlite.tools.planner.advice import advise
 from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.hardware import Hardware, known_hardware, load_hardware
+from titanlite.tools.planner.hf_job import hf_job
 from titanlite.tools.planner.html import draw_page
 from titanlite.tools.planner.planning import JobPlan, plan_job, plannable, resolve
-from titanlite.tools.planner.report import figures, show
+from titanlite.tools.planner.report import figures, show, step_in_words
 from titanlite.tools.planner.space import KEPT_TRAINING
 from titanlite.tools.planner.spans import draw_schedules, make_timeline, read_trace, step_spans
 
@@ -48,19 +50,14 @@ def main(arguments: Sequence[str]) -> int:
 
         print(compare(Path(options.published), options.json))
         return 0
-    if options.job is None:
-        raise ConfigError("job: is missing; give the TOML file of the job")
+    words, notes = _words(options)
     hardware = load_hardware(options.hardware) if options.hardware else None
-    for option in ("trace", "svg"):
-        if getattr(options, option) and hardware is None:
-            raise ConfigError(f"--{option}: a step has no times without --hardware; give both")
+    _refuse(options, hardware)
     if options.search:
-        return _search(options, rest, hardware)
-    for option in ("best", "exhaustive"):
-        if getattr(options, option):
-            raise ConfigError(f"--{option}: only a search has it; give --search, too")
+        return _search(options, words, rest, hardware)
     measured = _read_measured(options.measured, options.svg)
-    resolved, notes = resolve([options.job, *rest], hardware, options.ranks)
+    resolved, more = resolve([*words, *rest], hardware, options.ranks)
+    notes += more
     config = resolved.config
     if options.tensors:
         with telling("tracing the model"):
@@ -70,6 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--svg: the job has no pipeline to draw; write a page with --html")
     with telling("tracing a step of one rank of each pipeline stage"):
         plan = plan_job(resolved, hardware, is_compiled=config.compile.enable)
+        plan.advice.extend(advise(plan, resolved))
         screen = _first_screen(resolved, plan)
     plan.notes.extend(notes)
     if options.json:
@@ -82,19 +80,41 @@ def main(arguments: Sequence[str]) -> int:
         if options.trace:
             write(options.trace, make_trace(timeline))
         if options.svg:
-            write(options.svg, draw_schedules(timeline, measured))
+            write(options.svg, draw_schedules(timeline, measured, step_in_words(plan)))
     # Files first: what reads the output may close it early, as `head` does.
     width, color = terminal_width(sys.stdout), uses_color(sys.stdout)
     print(show(plan, screen=screen, width=width, color=color))
     return 0
 
 
+def _refuse(options: argparse.Namespace, hardware: Hardware | None) -> None:
+    """Raises ConfigError for an option that needs another one."""
+    for option in ("trace", "svg"):
+        if getattr(options, option) and hardware is None:
+            raise ConfigError(f"--{option}: a step has no times without --hardware; give both")
+    for option in ("best", "exhaustive"):
+        if getattr(options, option) and not options.search:
+            raise ConfigError(f"--{option}: only a search has it; give --search, too")
+
+
+def _words(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The words that name the job, and notes."""
+    if options.hf is not None:
+        if options.job is not None:
+            raise ConfigError(f"--hf: the job is {options.job}; leave out one of them")
+        return hf_job(options.hf)
+    if options.job is None:
+        raise ConfigError("job: is missing; give the TOML file of the job, or --hf config.json")
+    return [f"--job.config_file={options.job}"], []
+
+
 def _parser() -> Parser:
-    usage = "titanlite plan JOB.toml [options] [--section.key=value ...]"
+    usage = "titanlite plan JOB.toml|--hf FILE [options] [--section.key=value ...]"
     parser = Parser("titanlite plan", usage, description=__doc__)
     add = parser.add_argument
     add("job", nargs="?", help="the TOML file of the job")
     add("--json", metavar="FILE", help="write all figures to a file")
+    add("--hf", metavar="FILE", help="plan the model of a Hugging Face config.json instead")
     add("--ranks", type=positive, metavar="N", help="by default as many as the job's degrees need")
     devices = ", ".join(known_hardware())
     add("--hardware", metavar="NAME|FILE", help=f"also give the time: of {devices}, or of a file")
@@ -130,8 +150,10 @@ def _tensors(resolved: ResolvedJob) -> list[str]:
     return [heading, "", *describe(accounts, terminal_width(sys.stdout, 0))]
 
 
-def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | None) -> int:
-    from titanlite.tools.planner import search_report as report
+def _search(
+    options: argparse.Namespace, words: list[str], rest: list[str], hardware: Hardware | None
+) -> int:
+    from titanlite.tools.planner import search_report
     from titanlite.tools.planner.search import interrupted_once
 
     if hardware is None:
@@ -142,18 +164,18 @@ def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | N
                 f"--{option}: a search has many plans; plan the one that --best wrote"
             )
     # A job for another number of ranks need not be legal as it is.
-    reading = read_job([f"--job.config_file={options.job}", *rest])
+    reading = read_job([*words, *rest])
     asked = reading.require()
     config, notes = plannable(asked, hardware=hardware)
     num_ranks = options.ranks or resolve_job(config).dims.world_size
     fixed = [one.removeprefix("--").partition("=")[0] for one in rest if one.startswith("--")]
     keys = [key for key in fixed if key.startswith(("parallelism.", "activation_checkpoint."))]
     keys += [key for key in fixed if key in KEPT_TRAINING]
-    space = report.make_space(config, reading.draft(num_ranks), num_ranks, hardware, keys)
+    space = search_report.make_space(config, reading.draft(num_ranks), num_ranks, hardware, keys)
     with interrupted_once():
         tell("searching; Ctrl-C ends it and keeps what it has found")
-        result = report.run_search(space, hardware, exhaustive=options.exhaustive)
-        found = report.search_figures(result, hardware)
+        result = search_report.run_search(space, hardware, exhaustive=options.exhaustive)
+        found = search_report.search_figures(result, hardware)
         if options.json:
             write(options.json, json.dumps(found, indent=1))
         if options.html:
@@ -161,8 +183,8 @@ def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | N
         if options.best and result.best:
             # The job as it was given: it may run on another device than the one it is planned for.
             best = override(asked, result.best[0].changes)
-            write(options.best, report.write_toml(best))
-        print(report.show_search(result, hardware))
+            write(options.best, search_report.write_toml(best))
+        print(search_report.show_search(result, hardware))
         print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
     return 0 if result.best and not result.failures else 1
 

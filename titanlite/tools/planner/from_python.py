@@ -13,8 +13,9 @@ from typing import Any
 
 from titanlite.config import JobConfig, resolve_job
 from titanlite.config.load import read_any
+from titanlite.tools.planner.advice import advise
 from titanlite.tools.planner.hardware import load_hardware
-from titanlite.tools.planner.planning import JobPlan, plan_job, plannable
+from titanlite.tools.planner.planning import Advice, JobPlan, plan_job, plannable
 from titanlite.tools.planner.report import figures, show
 
 
@@ -35,6 +36,11 @@ class PlanResult:
         """The time of a step; None without hardware."""
         prediction = self.plan.prediction
         return None if prediction is None else prediction.step.seconds
+
+    @property
+    def advice(self) -> list[Advice]:
+        """At most three changes of the job that help, each with its plan."""
+        return self.plan.advice
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -62,6 +68,8 @@ def plan(
     reading = read_any(job, changes)
     reading.draft(ranks)
     config, notes = plannable(reading.require(), (), device)
-    found = plan_job(resolve_job(config, ranks), device, is_compiled=config.compile.enable)
+    resolved = resolve_job(config, ranks)
+    found = plan_job(resolved, device, is_compiled=config.compile.enable)
+    found.advice.extend(advise(found, resolved))
     found.notes.extend(notes)
     return PlanResult(found)

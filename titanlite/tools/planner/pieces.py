@@ -55,6 +55,7 @@ CHUNK = "fsdp::chunk_cat"
 COPY_IN = ("fsdp::all_gather_copy_in", CHUNK)
 CAST = "aten::_foreach_copy_"
 FORWARD, BACKWARD = "forward", "backward"
+FUSED_BACKWARD = ("aten::_scaled_dot_product_flash_attention_for_cpu_backward",)
 
 
 def trace_pieces(
@@ -88,11 +89,7 @@ def trace_pieces(
     except TitanliteError:
         raise
     except Exception as error:  # the model's own code can raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise TraceError(
-            f"model.name: {small.config.model.name} cannot be traced ({reason}); its code must "
-            "run on tensors without values"
-        ) from error
+        raise _untraceable(small, error) from error
     # Any block can follow any other: what is between two has one category in all of them.
     between = {b for b in seen.between if trace.category_of.get(b) == "temporary"}
     trace.category_of.update(dict.fromkeys(between, "activations"))
@@ -123,11 +120,14 @@ def trace_pieces(
     weights = [weight for of_part in units.values() for unit in of_part.values() for weight in unit]
     state, moments = _optimizer_state(job)
     block, output_bytes = seen.outputs[-1]
+    blocks = tuple(part(of_kind[kind]) for kind in sorted(of_kind))
+    before, after = part("before"), part("after")
+    every_part = [before, *(blocks[kind] for kind in fewer.kinds), after]
     return Pieces(
-        before=part("before"),
+        before=before,
         before_names=job.plan.embeddings,
-        blocks=tuple(part(of_kind[kind]) for kind in sorted(of_kind)),
-        after=part("after"),
+        blocks=blocks,
+        after=after,
         after_names=job.plan.head,
         kinds=tuple(fewer.kinds),
         names=tuple(fewer.names),
@@ -142,7 +142,7 @@ def trace_pieces(
         output_bytes=0 if trace.category_of[block] == "activations" else output_bytes,
         moments=moments,
         state_bytes=state,
-        flops_per_token=job.flops_per_token,
+        flops_per_token=_flops_per_token(small, every_part),
         gaps=trace.gaps(),
         balance_bytes=(_balance_bytes(job.parts[0]), fewer.balance_bytes),
         casts=seen.casts.casts(),
@@ -190,6 +190,33 @@ class _Seen:
         parameters = list(parameters)
         self.partial.update(id(p) for p in parameters if _is_partial(p.grad))
         reduce_partial_gradients(parameters)
+
+
+def _untraceable(small: ResolvedJob, error: Exception) -> TraceError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return TraceError(
+        f"model.name: {small.config.model.name} cannot be traced ({reason}); its code must run on "
+        "tensors without values"
+    )
+
+
+def _flops_per_token(small: ResolvedJob, parts: Sequence[ModelPart]) -> float:
+    """The FLOPs of a token: by the model's formula, or else what one rank computes in all parts.
+
+    Without recomputation. The ranks of tp and cp share the tokens and products of a microbatch
+    equally. Of the five products of a fused backward pass of attention, one is recomputation.
+    """
+    if hasattr(small.model, "flops_per_token"):
+        return float(small.model.flops_per_token(small.seq_len))
+    flops = sum(
+        event.flops * (0.8 if event.name in FUSED_BACKWARD else 1)
+        for part in parts
+        for segment in (part.forward, part.backward)
+        for event in segment.events
+        if isinstance(event, Operator) and event.place.phase != "recomputation"
+    )
+    tokens = small.config.training.local_batch_size * small.seq_len
+    return flops * small.dims.tp * small.dims.cp / tokens
 
 
 class _FewerBlocks:

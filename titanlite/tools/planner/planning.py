@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, parse_args, resolve_job
 from titanlite.config.data import has_tokens
@@ -58,6 +59,17 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
+class Advice:
+    """A change of a job ("section.key" -> value), why it was planned, and what the plan says."""
+
+    why: str
+    changes: dict[str, Any]
+    seconds: float
+    device_bytes: int
+    text: str
+
+
+@dataclass(frozen=True)
 class JobPlan:
     """The plan of a job on its number of ranks.
 
@@ -78,6 +90,8 @@ class JobPlan:
     """The effective plan of a job that was traced whole; cache.load_applied has that of others."""
     sample_tokens: int = 0
     """The length of a sample of data without tokens, whose throughput is in samples."""
+    advice: list[Advice] = field(default_factory=list)
+    """What to change next; advice.py adds it."""
 
     @property
     def peak_bytes(self) -> int:
@@ -188,6 +202,10 @@ def plan_job(
     if hardware is not None and hardware.accuracy is not None:
         rows = hardware.accuracy.rows
         plan.notes.append(f"ranges: of about four in five runs in {rows}, as shares of their plans")
+    elif hardware is not None and hardware.kind == "gpu":
+        plan.notes.append(
+            f"hardware: not calibrated; no run on {hardware.name} was compared with its plan"
+        )
     if has_experts(resolved):
         plan.notes.append("experts: planned as if all had equally many tokens")
     plan.warnings.extend(find_warnings(plan))
@@ -204,9 +222,10 @@ def plan_job(
 def resolve(
     job: Sequence[str], hardware: Hardware | None, ranks: int | None = None
 ) -> tuple[ResolvedJob, list[str]]:
-    """The job of a file and its further keys as it is planned, and notes."""
+    """The job of a file, or of keys alone, and further keys as it is planned, and notes."""
     file, *keys = job
-    config, notes = plannable(*_load([f"--job.config_file={file}", *keys]), hardware)
+    first = file if file.startswith("--") else f"--job.config_file={file}"
+    config, notes = plannable(*_load([first, *keys]), hardware)
     return resolve_job(config, ranks), notes
 
 

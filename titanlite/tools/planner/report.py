@@ -123,7 +123,16 @@ def show_top(plan: JobPlan, width: int) -> list[str]:
             seconds += " ({} to {})".format(*map(format_seconds, plan.seconds_range))
         rows += [("step", seconds), ("speed", f"{rate} {unit}/s/rank")]
         rows.append((name, ", ".join([text, *(" ".join(pair) for pair in more)])))
+    rows += [("next" if at == 0 else "", one.text) for at, one in enumerate(plan.advice)]
     return lines + _wrapped(((f"{name:10}", text) for name, text in rows), width, 10)
+
+
+def step_in_words(plan: JobPlan) -> str:
+    """The length of a step, and the mean share of it in which a rank is idle."""
+    if plan.prediction is None:
+        return ""
+    seconds = format_seconds(plan.prediction.step.seconds)
+    return f"step {seconds}, idle {plan.prediction.bubble:.1%}"
 
 
 def show_head(plan: JobPlan, width: int) -> list[str]:
@@ -367,6 +376,7 @@ def figures(plan: JobPlan) -> dict[str, Any]:
             "bubble": prediction.bubble,
             "seconds_range": plan.seconds_range,
         },
+        "next": [asdict(one) for one in plan.advice],
         "warnings": list(plan.warnings),
         "notes": list(plan.notes),
     }

@@ -45,6 +45,8 @@ class SearchResult:
     dropped: Counter[str] = field(default_factory=Counter)
     failures: list[FailedPlan] = field(default_factory=list)
     is_complete: bool = False
+    most_tokens_per_second: float | None = None
+    """What no plan exceeds for a rank; None if that is not known."""
 
     @property
     def best(self) -> list[FoundPlan]:

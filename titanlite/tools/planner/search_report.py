@@ -12,11 +12,12 @@ from typing import Any
 from titanlite.config import JobConfig
 from titanlite.config.checks import run_checks
 from titanlite.config.draft import Draft
-from titanlite.config.model import num_experts
+from titanlite.config.model import num_experts, resolve_model
 from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show, show_name
 from titanlite.errors import ConfigError
 from titanlite.observe.terminal import folded, is_terminal, terminal_width
+from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.quantities import format_bytes, format_count, format_seconds
 from titanlite.tools.options import counting_bar
 from titanlite.tools.planner.evaluate import FoundPlan
@@ -71,14 +72,19 @@ def run_search(
     space: Space, hardware: Hardware, *, exhaustive: bool = False, use_cache: bool = True
 ) -> SearchResult:
     """Search with a progress bar on a terminal."""
+    most = most_tokens_per_second(space.config, hardware)
     with counting_bar() as progress:
         task = progress.add_task("plans", total=None)
-        told = time.monotonic()
+        began = told = time.monotonic()
 
         def on_progress(result: SearchResult, done: int) -> None:
             nonlocal told
             best = result.best
             more = f", best {format_count(best[0].tokens_per_second)} tokens/s/rank" if best else ""
+            if best and most:
+                more += f", the rest gain {most / best[0].tokens_per_second - 1:.0%} at most"
+            left = (time.monotonic() - began) * (result.num_candidates - done) / max(1, done)
+            more += f", {format_seconds(left)} left"
             if not is_terminal(sys.stderr) and time.monotonic() - told > TOLD_EVERY_SECONDS:
                 told = time.monotonic()
                 counts = f"{done:,} of {result.num_candidates:,} plans, {len(result.found):,} fit"
@@ -90,7 +96,7 @@ def run_search(
                 description=f"{len(result.found)} fit{more}",
             )
 
-        return search(
+        found = search(
             space,
             hardware,
             is_compiled=space.config.compile.enable,
@@ -99,6 +105,22 @@ def run_search(
             exhaustive=exhaustive,
             on_progress=on_progress,
         )
+    found.most_tokens_per_second = most
+    return found
+
+
+def most_tokens_per_second(config: JobConfig, hardware: Hardware) -> float | None:
+    """What no plan exceeds for a rank: the model's products alone, at the speed of large ones.
+
+    None if the model has no formula for them, or the hardware file measured operators.
+    """
+    model = resolve_model(config).sizes
+    if hardware.operators or not hasattr(model, "flops_per_token"):
+        return None
+    dtype = "float8" if FLOAT8.is_on(config) else config.training.param_dtype
+    share = hardware.product_share.get(dtype, hardware.products.share)
+    # A sequence without tokens has no attention.
+    return hardware.peak(dtype) * share / float(model.flops_per_token(0))
 
 
 def show_search(result: SearchResult, hardware: Hardware) -> str:
@@ -110,6 +132,12 @@ def show_search(result: SearchResult, hardware: Hardware) -> str:
     if any(one.changes.get(CP, 1) > 1 for one in result.best):
         lines.append(
             "  with context parallelism, steps are planned too fast (docs/plan_published.md)"
+        )
+    if result.most_tokens_per_second and result.best:
+        most = result.most_tokens_per_second
+        lines.append(
+            f"  products alone allow {format_count(most)} tokens/s/rank, "
+            f"{most / result.best[0].tokens_per_second - 1:.0%} more than the fastest"
         )
     lines += [f"  {count:,} dropped: {why}" for why, count in result.dropped.most_common()]
     for one in result.failures:
@@ -145,6 +173,7 @@ def search_figures(result: SearchResult, hardware: Hardware) -> dict[str, Any]:
         "plans": [asdict(one) for one in plans],
         "memory_bytes": hardware.memory.num_bytes,
         "num_candidates": result.num_candidates,
+        "most_tokens_per_second": result.most_tokens_per_second,
         "is_complete": result.is_complete,
         "dropped": dict(result.dropped),
     }

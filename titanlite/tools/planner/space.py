@@ -148,7 +148,7 @@ class Space:
             if per_rank % local or local % size:
                 continue
             for schedule, chunks in self._schedules():
-                per_stage = self._layers_per_stage(schedule, pp, chunks)
+                per_stage = self.layers_per_stage(schedule, pp, chunks)
                 if per_stage != 0:
                     batches = {LOCAL_BATCH: local, MICROBATCH: size}
                     yield batches | {SCHEDULE: schedule, PER_STAGE: per_stage}
@@ -159,7 +159,7 @@ class Space:
             return SCHEDULES
         return [one for one in SCHEDULES if one[0] == wanted] or [(wanted, 1), (wanted, 2)]
 
-    def _layers_per_stage(
+    def layers_per_stage(
         self, schedule: str, pp: int, chunks: int, less: tuple[int, int] | None = None
     ) -> int | None:
         """The value that gives each rank `chunks` stages: None by default, 0 if there is none.
@@ -251,7 +251,7 @@ class Space:
         # The job's own numbers first, of those that give the same blocks.
         for less in (self._less, *itertools.product(counts, counts)):
             blocks = self._blocks_of_stages(num_stages, less)
-            per_stage = self._layers_per_stage(plan[SCHEDULE], plan[PP], chunks, less)
+            per_stage = self.layers_per_stage(plan[SCHEDULE], plan[PP], chunks, less)
             if per_stage == 0 or blocks in seen or min(blocks[0], blocks[-1]) < 0:
                 continue
             seen.add(blocks)
@@ -284,7 +284,7 @@ class Space:
             less = model[FIRST_LESS], model[LAST_LESS]
             if self._num_stages(plan, self._less) == self._num_stages(model, less):
                 chunks = self._num_stages(plan, self._less) // plan[PP]
-                per_stage = self._layers_per_stage(plan[SCHEDULE], plan[PP], chunks, less)
+                per_stage = self.layers_per_stage(plan[SCHEDULE], plan[PP], chunks, less)
                 if per_stage != 0:
                     found |= {FIRST_LESS: less[0], LAST_LESS: less[1], PER_STAGE: per_stage}
         return found

@@ -115,12 +115,17 @@ def make_timeline(spans: Sequence[StepSpan], dims: ParallelDims) -> Timeline:
     )
 
 
-def draw_schedules(predicted: Timeline, measured: Timeline | None = None) -> str:
-    """An SVG of the predicted pipeline, with the measured one below it on the same scale."""
-    pictured = [predicted]
+def draw_schedules(predicted: Timeline, measured: Timeline | None = None, step: str = "") -> str:
+    """An SVG of the predicted pipeline, with the measured one below it on the same scale.
+
+    `step` says what the whole step takes; drawn is its schedule alone.
+    """
+    pictured = [_schedule_only(predicted)]
+    if step:
+        pictured[0] = replace(pictured[0], caption=f"{step}; its schedule: {pictured[0].caption}")
     if measured is not None:
-        pictured.append(replace(measured, title=f"measured: {measured.title}"))
-    return draw_svg(*(_schedule_only(one) for one in pictured))
+        pictured.append(_schedule_only(replace(measured, title=f"measured: {measured.title}")))
+    return draw_svg(*pictured)
 
 
 def _schedule_only(timeline: Timeline) -> Timeline:

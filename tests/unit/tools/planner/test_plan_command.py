@@ -15,6 +15,7 @@ from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.schedule import make_schedule
 from titanlite.schedule.trace import make_trace
 from titanlite.schedule.walk import walk
+from titanlite.tools.planner.advice import advise
 from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.command import _read_measured
 from titanlite.tools.planner.composition import representatives
@@ -24,6 +25,12 @@ from titanlite.tools.planner.planning import PIECES, plan_job, plannable
 from titanlite.tools.planner.trace import trace_rank
 
 BATCH, TOKENS = 4, 64
+
+
+@pytest.fixture(autouse=True)
+def _without_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes of a job are planned in test_plan_advice.py."""
+    monkeypatch.setattr("titanlite.tools.planner.command.advise", lambda *_: [])
 
 
 def debug_job(plan: dict[str, Any] | None = None, **training: Any) -> JobConfig:
@@ -161,7 +168,9 @@ def test_the_command_shows_bars_bytes_and_notes(
         parts += [one["exposed_seconds"] for one in rank["traffic"]]
         assert sum(parts) == pytest.approx(time["seconds"])
     assert "<!DOCTYPE html>" in page.read_text()
-    assert "bubble, by rank" in picture.read_text()
+    idle = f"idle {written['time']['bubble']:.1%}"
+    assert re.search(rf"step (\S+ m?s), {idle}; its schedule: .* by rank", picture.read_text())
+    assert f", {idle}" in " ".join(top.split())
     kinds = [event.get("cat") for event in json.loads(trace.read_text())["traceEvents"]]
     # Each of the two stages sends or receives every microbatch once.
     assert kinds.count("forward") == 2 * num_microbatches(written)
@@ -183,9 +192,11 @@ def test_a_large_job_whose_pieces_are_known_is_planned_without_torch(
     sizes = ["--training.global_batch_size=512", "--training.local_batch_size=1"]
     words = ["--model.flavor=debug", "--training.dataset=synthetic", *sizes]
     words.append("--activation_checkpoint.mode=full")
-    config, _ = plannable(parse_args(words), hardware=load_hardware("h100"))
+    h100 = load_hardware("h100")
+    config, _ = plannable(parse_args(words), hardware=h100)
     resolved = resolve_job(config, None)
-    assert plan_job(resolved).method == PIECES
+    assert (plan := plan_job(resolved, h100)).method == PIECES
+    assert advise(plan, resolved)
     load_applied(resolved)
     job, page = tmp_path / "job.toml", tmp_path / "page.html"
     job.write_text("")

@@ -10,12 +10,16 @@ from titanlite.tools.planner.hardware import FOLDER, Curve, known_hardware, load
 from titanlite.tools.planner.planning import JobPlan, plan_job, resolve
 from titanlite.tools.planner.report import show
 
+UNCALIBRATED = {"gb200", "l40s", "rtx4090", "rtx5090"}
+"""Devices whose plans were compared with no run."""
+
 
 def test_every_shipped_file_loads_and_lists_at_most_five_fitted_figures() -> None:
-    assert set(known_hardware()) >= {"a100", "h100", "h200", "b200", "mi300x"}
+    assert set(known_hardware()) >= {"a100", "h100", "h200", "b200", "mi300x"} | UNCALIBRATED
     for name in known_hardware():
         found = load_hardware(name)
         assert found.kind == ("cpu" if name == "cpu" else "gpu")
+        assert found.accuracy is None or name not in UNCALIBRATED
         assert found.peak("bfloat16") >= found.peak("float32") or found.kind == "cpu"
         assert found.peak("float8") >= found.peak("bfloat16") or found.kind == "cpu"
         assert len(found.fitted) <= 5

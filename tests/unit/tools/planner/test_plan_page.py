@@ -86,6 +86,7 @@ def test_a_search_is_shown_as_it_was_found() -> None:
     result.dropped["does not fit"] += 2
     search = search_figures(result, load_hardware("h100"))
     assert data_of(draw_page(search=search))["search"] == {
+        "most_tokens_per_second": None,
         "num_candidates": 3,
         "is_complete": True,
         "dropped": {"does not fit": 2},

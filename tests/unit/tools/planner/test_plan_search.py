@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from titanlite import cli
 from titanlite.config import parse_args, resolve_job
 from titanlite.config.load import override
 from titanlite.errors import TraceError
-from titanlite.tools.planner import evaluate
+from titanlite.tools.planner import evaluate, search_report
 from titanlite.tools.planner.bounds import Floor, Frontier
 from titanlite.tools.planner.evaluate import DOES_NOT_FIT, Evaluator, FailedPlan, FoundPlan, Result
 from titanlite.tools.planner.hardware import load_hardware
@@ -282,6 +284,28 @@ def test_an_error_names_its_plan_and_the_search_fails(
     monkeypatch.setattr("titanlite.tools.planner.search_report.run_search", lambda *_, **__: result)
     assert cli.main(["plan", str(JOB), "--search", "--hardware=h100", "--ranks=8"]) == 1
     assert "the fastest" in capsys.readouterr().out
+
+
+def test_a_search_says_how_far_it_is_and_what_no_plan_exceeds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = next(space(8, **{TP: 2, CP: 1, PP: 1}).candidates())
+    good = FoundPlan(plan, 10**9, 0.5, 2e6, 0.4, 0.1, "why")
+
+    def started(*_: object, on_progress: Callable[..., None], **__: object) -> SearchResult:
+        on_progress(result := SearchResult(4, [good], is_complete=True), 1)
+        return result
+
+    monkeypatch.setattr(search_report, "search", started)
+    monkeypatch.setattr(search_report, "TOLD_EVERY_SECONDS", -1)
+    found = search_report.run_search(space(8), H100)
+    most = found.most_tokens_per_second
+    # 67 TFLOP/s in float32, of which products reach 59%.
+    assert most == 67e12 * 0.589 / resolve_job(CONFIG, None).model.flops_per_token(0)
+    gain = f"{most / 2e6 - 1:.0%}"
+    told = rf"1 of 4 plans, 1 fit, best 2M tokens/s/rank, the rest gain {gain} at most, .* left"
+    assert re.search(told, capsys.readouterr().err)
+    assert f"tokens/s/rank, {gain} more than the fastest" in show_search(found, H100)
 
 
 def test_after_two_interrupts_the_best_plan_is_printed(

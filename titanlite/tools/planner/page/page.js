@@ -100,8 +100,8 @@ function showHead(plan) {
     cards.append(card('hardware utilization', percent(time.hfu)));
     if (plan.degrees.pp > 1) cards.append(card('idle in the pipeline', percent(time.bubble)));
   }
-  const fits = !device || plan.peak_bytes <= device.memory_bytes;
-  cards.append(card('memory of a rank' + (device ? ` of ${bytes(device.memory_bytes)}` : ''), bytes(plan.peak_bytes), !fits));
+  const fits = !device || plan.device_bytes <= device.memory_bytes;
+  cards.append(card('memory of a rank' + (device ? ` of ${bytes(device.memory_bytes)}` : ''), bytes(plan.device_bytes), !fits));
   if (plan.host_bytes) {
     const most = device && device.host_memory_bytes;
     cards.append(card("the host's memory for a rank" + (most ? ` of ${bytes(most)}` : ''), bytes(plan.host_bytes),
@@ -110,6 +110,7 @@ function showHead(plan) {
   main.append(cards);
   if (time) main.append(make('p', {}, `What the step's time goes to: ${time.bound}.`));
   for (const line of plan.warnings) main.append(make('p', {class: 'warning'}, `Warning: ${line}.`));
+  for (const one of plan.next) main.append(make('p', {}, `Next: ${one.text}.`));
   for (const line of plan.notes) main.append(make('p', {class: 'quiet'}, `Note: ${line}.`));
 }
 
