@@ -140,10 +140,10 @@ def own_logits(job: Job, tokens: Tensor) -> Tensor:
     return logits_of(job, tokens) if job.pipeline is None else whole_model(job)(tokens)
 
 
-def with_adapters(folder: Path) -> Any:
+def with_adapters(folder: Path, base: Path | None = None) -> Any:
     """What peft makes of its folder: the base with the adapters added to its weights."""
     config = json.loads((folder / "adapter_config.json").read_text())
-    model = plain_model(Path(config["base_model_name_or_path"]))
+    model = plain_model(base or Path(config["base_model_name_or_path"]))
     tensors = load_file(folder / "adapter_model.safetensors")
     named = dict(model.named_modules())
     adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in tensors}
@@ -226,7 +226,14 @@ def reload(place: Place, config: JobConfig) -> float:
 
 
 def test_a_training_checkpoint_is_converted_to_either(tmp_path: Path, base: Path) -> None:
+    # Its base is a checkpoint of the same weights, which has no adapters.
+    of_base = {"job": {"dump_folder": str(tmp_path / "start")}, "checkpoint": {"enable": True}}
+    titanlite.train(config_of(of_base, {"lora": {"rank": 0}}), threads=True)
     config = folder_config(tmp_path, {"parallelism": {SHARD: 1}}, base=base)
+    start = str(tmp_path / "start" / "checkpoint" / "step-3")
+    config = override(
+        config, {"checkpoint.initial_load_path": start, "checkpoint.initial_load_in_hf": False}
+    )
     changes = {"last_save_model_only": False, "last_save_in_hf": False}
     config = override(config, {f"checkpoint.{key}": value for key, value in changes.items()})
     titanlite.train(config, threads=True)
@@ -235,7 +242,7 @@ def test_a_training_checkpoint_is_converted_to_either(tmp_path: Path, base: Path
     for name, option in (("adapters", []), ("merged", ["--merge"])):
         out = tmp_path / name
         assert cli.main(["convert", source, "--out", str(out), *option]) == 0
-        model = plain_model(out) if option else with_adapters(out)
+        model = plain_model(out) if option else with_adapters(out, base)
         logits.append(model(tokens).logits)
     assert (logits[0] - logits[1]).abs().max() < 1e-5
     assert (logits[0] - plain_model(base)(tokens).logits).abs().max() > 1e-3

@@ -92,13 +92,14 @@ def problem_of(found: Found, ranks: CheckpointGroup) -> str:
 def load_weights(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGroup) -> None:
     """Load the weights of the checkpoint in `path`, whose files have been checked.
 
-    They are the averages of the weights, if it has these. Raises ConfigError if it is from another
-    model.
+    They are the averages of the weights, if it has these. It may have no adapter of LoRA. Raises
+    ConfigError if it is from another model.
     """
-    _check_model(job, path, manifest)
+    has_none = not any(map(adapted_layer, manifest.shapes))
+    _check_model(job, path, manifest, with_adapters=not has_none)
     if manifest.stored_as == "dcp":
         metadata, pieces = read_metadata(path), state.weight_pieces(job)
-        if not any(map(adapted_layer, manifest.shapes)):
+        if has_none:
             pieces = {name: piece for name, piece in pieces.items() if not adapted_layer(name)}
         stored = tensors_in(metadata, manifest.files)
         _read(state.averaged(pieces, stored), path, ranks, metadata)
@@ -240,11 +241,11 @@ def _check_same_data(job: Job, path: Path, manifest: Manifest) -> None:
     )
 
 
-def _check_model(job: Job, path: Path, manifest: Manifest) -> None:
+def _check_model(job: Job, path: Path, manifest: Manifest, *, with_adapters: bool = True) -> None:
     if not manifest.is_accounted:
         _check_old(job, path, manifest)
     own = {name: list(shape) for name, shape in job.parameter_shapes().items()}
-    if manifest.holds == "weights" and not any(map(adapted_layer, manifest.shapes)):
+    if not with_adapters:
         own = {name: shape for name, shape in own.items() if not adapted_layer(name)}
     for name in sorted({*own, *manifest.shapes}):
         here, there = own.get(name, "none"), manifest.shapes.get(name, "none")
