@@ -31,11 +31,14 @@ from queue import Queue
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 import titanlite
 from titanlite.config import read_job
 from titanlite.ranks.fork_server import prepare_environment
+from titanlite.ranks.launch import Place, spawn
+from titanlite.ranks.world import open_world
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -43,7 +46,10 @@ EVIDENCE = ROOT / "docs/evidence/gpu"
 PLANNED, MEASURED = "planned.json", "measured.json"
 # Data that a clone does not have; a compiled model under threads.
 LEFT_OUT = ("cifar10", "compile")
-GROUPS = ("kernels", "documents", "train", "equal", "verify", "faults", "measure", "operators")
+GROUPS = (
+    *("kernels", "documents", "train", "equal", "verify", "faults"),
+    *("links", "speed", "measure", "operators"),
+)
 AT_ONCE = 8
 # The recorded bugs of tests/parity are shared out to as many processes.
 FAULT_PARTS = 6
@@ -141,6 +147,11 @@ LOSS_2024 = {
     "training.loss": "loss_2024",
 }
 FLOAT8 = {"model.converters": ["quantize.linear.float8"]}
+EIGHT = {
+    "model.n_layers": 32,
+    "training.global_batch_size": 8,
+    "parallelism.data_parallel_shard_degree": 8,
+}
 NARROW = {"model.dim": 2048, "model.n_layers": 16, "training.seq_len": 2048}
 MEASURES: Mapping[str, dict[str, Any]] = {
     "every second block recomputed": {},
@@ -194,6 +205,16 @@ MEASURES: Mapping[str, dict[str, Any]] = {
 }
 
 
+# Llama 3 8B on 8 GPUs as in TorchTitan's table (docs/plan_published.md), which has 5,762 and 6,667
+# tokens per second and GPU on H100 of 96 GB.
+SPEED: Mapping[str, dict[str, Any]] = {
+    name: {key: str(value).lower() if isinstance(value, bool) else value for key, value in job}
+    for name, job in (
+        ("8B, eager, 5,762 tokens/s in the table", (BASE | EIGHT).items()),
+        ("8B, compiled, 6,667 tokens/s in the table", (BASE | EIGHT | COMPILED).items()),
+    )
+}
+
 # Rows x columns x the dimension that is summed.
 PRODUCTS = (
     *((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (8192, 1024, 4096)),
@@ -240,13 +261,54 @@ def checks(folder: Path, num_gpus: int) -> Iterator[Check]:
             continue
         command = [python, "-m", "titanlite", "verify", str(path.relative_to(ROOT))]
         command += ["--job.device=cuda", "--steps=2"]
-        if path.stem == "tp2_async":
-            # Symmetric memory needs a process for each rank.
-            command.append("--parallelism.async_tensor_parallel_backend=ring")
-        yield Check("verify", f"{path.stem}, ranks as threads", [*command, "--threads"])
+        # Symmetric memory needs a process for each rank.
+        ring = ["--parallelism.async_tensor_parallel_backend=ring"] * (path.stem == "tp2_async")
+        yield Check("verify", f"{path.stem}, ranks as threads", [*command, *ring, "--threads"])
         num_ranks = read_job([f"--job.config_file={path}"]).draft().dims.world_size
         if 1 < num_ranks <= num_gpus:
             yield Check("verify", f"{path.stem}, {num_ranks} GPUs", [*command, "--processes"])
+            bf16 = [*command, "--processes", "--dtype=bfloat16"]
+            yield Check("verify", f"{path.stem}, {num_ranks} GPUs, bfloat16", bf16)
+
+
+def several(folder: Path, num_gpus: int) -> Iterator[Check]:
+    """Checks that need several GPUs for themselves: NCCL by the ranks of an axis, and speed."""
+    python, own = sys.executable, str(Path(__file__))
+    for axis in (2**n for n in range(1, 10) if 2**n <= num_gpus):
+        yield Check("links", f"NCCL, {axis} ranks", [python, own, str(folder), f"--links={axis}"])
+    for name, changes in SPEED.items() if num_gpus == 8 else ():
+        values = {"job.device": "cuda", "job.dump_folder": str(folder / "runs/speed")} | changes
+        options = [f"--{key}={value}" for key, value in values.items()]
+        yield Check("speed", name, [python, "-m", "titanlite", "train", *options])
+
+
+def links(num_ranks: int) -> int:
+    """Print what NCCL reaches alone between adjacent ranks."""
+    for name, gigabytes in spawn(bandwidths, num_ranks)[0].items():
+        print(f"{name}: {gigabytes:.0f} GB/s of each rank; passed", flush=True)
+    return 0
+
+
+def bandwidths(place: Place) -> dict[str, float]:
+    """GB/s that a rank sends in collectives of 256 MiB in bfloat16."""
+    found = {}
+    with open_world(place, "cuda") as world:
+        whole = torch.zeros(1 << 27, dtype=torch.bfloat16, device=world.device)
+        part, peers = whole.chunk(world.size)[world.rank].clone(), world.size - 1
+        for name, times, call in (
+            ("all-gather", 1, lambda: dist.all_gather_into_tensor(whole, part)),
+            ("reduce-scatter", 1, lambda: dist.reduce_scatter_tensor(part, whole)),
+            ("all-reduce", 2, lambda: dist.all_reduce(whole)),
+        ):
+            for rounds in (5, 20):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(rounds):
+                    call()
+                torch.cuda.synchronize()
+            seconds = (time.perf_counter() - began) / rounds
+            found[name] = times * peers / world.size * whole.nbytes / seconds / 1e9
+    return found
 
 
 def run(check: Check, folder: Path, cores: Queue[set[int]]) -> Check:
@@ -269,7 +331,7 @@ def run(check: Check, folder: Path, cores: Queue[set[int]]) -> Check:
     check.seconds = time.monotonic() - began
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     words = ("AGREES", "DIFFERS", "DOES NOT", "done in", "passed", "failed", "Error")
-    words = (*words, "differ by", "named")
+    words = (*words, "differ by", "named", "tokens/s")
     shown = [line for line in lines if any(word in line for word in words)] or lines[-1:]
     check.shown = (shown[-1] if check.group != "verify" else shown[0]).replace("|", "/")[:160]
     return check
@@ -513,6 +575,7 @@ def main() -> int:
     parser.add_argument("--equal", help=argparse.SUPPRESS)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--faults", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--links", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--at-once", type=int, default=AT_ONCE)
     given = parser.parse_args()
     folder = given.folder.absolute()
@@ -524,6 +587,8 @@ def main() -> int:
         return 0
     if given.faults is not None:
         return faults(given.faults)
+    if given.links:
+        return links(given.links)
     if given.plan:
         plan = partial(plan_one, hardware=given.plan)
         each_measure(plan, folder, PLANNED, only_new=given.new)
@@ -550,6 +615,10 @@ def main() -> int:
         cores.put(set(every[index::at_once]))
     with ThreadPoolExecutor(at_once) as pool:
         done = list(pool.map(lambda one: run(one, folder, cores), chosen))
+    whole: Queue[set[int]] = Queue()
+    whole.put(set(every))
+    alone = [one for one in several(folder, torch.cuda.device_count()) if one.group in groups]
+    done += [run(one, folder, whole) for one in alone]
     text = report(folder, done)
     (folder / "report.md").write_text(text)
     print(text)

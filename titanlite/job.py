@@ -37,6 +37,7 @@ from titanlite.parallelize.activation_checkpoint.apply import RecomputationRepor
 from titanlite.parallelize.async_tensor_parallel.apply import Fusions
 from titanlite.parallelize.async_tensor_parallel.step import warn_of_slow_rings, watch_fusions
 from titanlite.parallelize.compile.apply import keep_caches_apart
+from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.parallelize.parallelize import split_and_parallelize, step_of
 from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.steps import STEPS
@@ -364,7 +365,12 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
 def _open_meshes(resolved: ResolvedJob, world: World, plain: PlainJob) -> Meshes:
     """The meshes of the job, whose axes reports then name; experts learn their place."""
     config, dims = resolved.config, resolved.dims
-    meshes = build_meshes(dims, world.device.type, has_experts=bool(plain.experts))
+    meshes = build_meshes(
+        dims,
+        world.device.type,
+        has_experts=bool(plain.experts),
+        has_tokens=FLOAT8.is_on(config) and dims.fsdp_enabled,
+    )
     world.name_groups(meshes.axes_of_groups())
     for layer in plain.experts.values():
         layer.force_balance = config.debug.moe_force_load_balance

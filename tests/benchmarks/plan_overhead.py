@@ -1,6 +1,6 @@
 """The cost of a plan: CPU-seconds per step over all ranks, relative to a plain PyTorch loop.
 
-    python tests/benchmarks/plan_overhead.py [--model llama] [--steps 15] [plan ...]
+    python tests/benchmarks/plan_overhead.py [--model llama] [--steps 15] [--runs 3] [plan ...]
     python tests/benchmarks/plan_overhead.py --model experts ep4
     python tests/benchmarks/plan_overhead.py --model experts --against dense "one rank"
 
@@ -8,10 +8,9 @@ The plain loop ("bare") runs in one process. Wall time on shared cores is noise,
 of two separate runs. So the plan's ranks and the plain process take turns step by step, and each
 waits while the other runs. Every process has one thread and the same allocator setting. The control
 compares the plain loop with itself. The model is an image transformer, the "small" Llama 3 of 5
-million parameters on sequences of 1,024 bytes, or "moe_tiny" on these. For the Llama 3, "ddp4 by
-hand" and "fsdp4 by hand" are the plain loop on four ranks with PyTorch's DDP or FSDP2: the floor of
-ddp4 and fsdp4. With --against, the plain loop trains another model: "dense" has as many parameters
-per token as moe_tiny, without experts.
+million parameters on sequences of 1,024 bytes, or "moe_tiny" on these. "ddp4 by hand" and "fsdp4 by
+hand" are the plain loop on four ranks with PyTorch's DDP or FSDP2. With --against, the plain loop
+trains another model: "dense" has as many parameters per token as moe_tiny, without experts.
 """
 
 import argparse
@@ -19,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from titanlite.config import JobConfig, make_parallel_dims, resolve_job
@@ -136,7 +136,7 @@ def shard_by_hand(model: Any, num_ranks: int) -> None:
 
     mesh = init_device_mesh("cpu", (num_ranks,))
     *blocks, last = model.layers.values()
-    for module in (model.tok_embeddings, *blocks):
+    for module in (next(model.children()), *blocks):
         fully_shard(module, mesh=mesh)
     for module in (last, [model.norm, model.output], model):
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
@@ -221,17 +221,23 @@ def main() -> None:
     parser.add_argument("--model", choices=list(JOBS), default="image")
     parser.add_argument("--against", choices=list(JOBS), help="the plain loop's model")
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("plans", nargs="*")
     arguments = parser.parse_args()
     print(f"medians of {arguments.steps} alternating steps, CPU-seconds over all ranks")
-    print(f"{'plan':14} {'plan':>8} {'bare':>8} {'ratio':>7} {'target':>7}")
-    by_hand = BY_HAND if arguments.model == "llama" else ()
+    print(f"{'plan':14} {'plan':>8} {'bare':>8} {'ratio':>7} {'target':>7} {'of runs':>11}")
+    by_hand = BY_HAND if arguments.model in ("image", "llama") else ()
     for name in arguments.plans or ["control", *PLANS, *by_hand]:
         against = arguments.against or arguments.model
-        total, bare, ratio = measure(arguments.model, against, name, arguments.steps)
+        of_run = partial(measure, arguments.model, against, name, arguments.steps)
+        found = [of_run() for _ in range(arguments.runs)]
+        total, bare, ratio = map(statistics.median, zip(*found, strict=True))
+        ratios = [one[2] for one in found]
+        spread = f"{min(ratios):.2f}..{max(ratios):.2f}" if len(found) > 1 else ""
         targets = TARGETS | ({"one rank": 1.4} if arguments.against else {})
         target = f"{targets[name]:7.2f}" if name in targets else ""
-        print(f"{name:14} {total:8.3f} {bare:8.3f} {ratio:7.3f} {target}".rstrip(), flush=True)
+        line = f"{name:14} {total:8.3f} {bare:8.3f} {ratio:7.3f} {target:7} {spread:>11}"
+        print(line.rstrip(), flush=True)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ MORE = [
     " --parallelism.async_tensor_parallel_backend=ring",
     "tp2_fsdp2 --activation_checkpoint.mode=full --training.mixed_precision_param=bfloat16",
     "llama_tiny --training.mixed_precision_param=bfloat16 --parallelism.context_parallel_degree=2",
+    "llama_tiny --training.mixed_precision_param=bfloat16 --training.attend_across_documents=false",
 ]
 STEP, EXPERTS = "titanlite/training/step.py: _read", "titanlite/modules/experts/balancer.py: read"
 # The optimizer of offloaded parameters runs on the host, with the norm of the whole job.

@@ -27,6 +27,10 @@ def test_every_plan_is_checked_and_the_jobs_are_right(tmp_path: Path) -> None:
     for check in checks:
         if check.group == "train":
             read_job([*check.command[2:], "--job.device=cpu"]).require()
+    several = list(gpu_checks.several(tmp_path, 8))
+    assert [check.name for check in several][:3] == [f"NCCL, {n} ranks" for n in (2, 4, 8)]
+    for check in several[3:]:
+        read_job([*check.command[4:], "--job.device=cpu"]).require()
     for changes in gpu_checks.MEASURES.values():
         JobConfig.from_dict(gpu_checks.job_of(changes, tmp_path))
 

@@ -21,6 +21,9 @@ class Meshes:
     like all others. It has the pp and dp_replicate of `world`. The ranks of dp_shard, cp and tp are
     divided into the axis efsdp, over which FSDP2 shards each expert, and, under expert parallelism,
     ep, whose ranks hold different experts.
+
+    `tokens` has the ranks of `dp` and groups of its own, on which no gather of FSDP2 is waited for;
+    None unless it is asked for.
     """
 
     world: DeviceMesh
@@ -29,6 +32,7 @@ class Meshes:
     cp: DeviceMesh | None
     dp: DeviceMesh
     experts: DeviceMesh | None = None
+    tokens: DeviceMesh | None = None
 
     @property
     def ep(self) -> DeviceMesh | None:
@@ -55,9 +59,9 @@ class Meshes:
         If an axis spans all ranks, " (the world)" is added to its name.
         """
         named = [(axis, self.world) for axis in self.world.mesh_dim_names or ()]
-        named += [(axis, self.dp) for axis in self.dp.mesh_dim_names or ()]
-        if self.experts is not None:
-            named += [(axis, self.experts) for axis in self.experts.mesh_dim_names or ()]
+        for mesh in (self.dp, self.experts, self.tokens):
+            if mesh is not None:
+                named += [(axis, mesh) for axis in mesh.mesh_dim_names or ()]
         # If dp_shard has one rank, dp_shard_cp is cp's own group: the first name, cp, is kept.
         axes: dict[str, str] = {}
         for axis, mesh in named:
@@ -68,13 +72,15 @@ class Meshes:
         return axes
 
 
-def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = False) -> Meshes:
+def build_meshes(
+    dims: ParallelDims, device_type: str, *, has_experts: bool = False, has_tokens: bool = False
+) -> Meshes:
     """Create the process groups of `dims`; every rank must call this.
 
     Experts get a separate mesh under expert parallelism, and, if the model `has_experts`, under
     tensor parallelism: TP does not shard them, so FSDP2 shards them over the ranks of tp too. Axes
     of degree 1 have no group, except dp_shard, because mixed precision needs FSDP2, and FSDP2 a
-    mesh.
+    mesh. With `has_tokens`, `dp` has a second set of groups, `tokens`.
     """
     sharded, replicated = (axes_where(weights=kind) for kind in ("sharded", "replicated"))
     axes = [axis for axis in AXES if dims.degrees[axis] > 1 or axis == sharded[0]]
@@ -100,6 +106,24 @@ def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = Fa
         experts=_build_expert_mesh(dims, device_type)
         if dims.experts_are_apart(has_experts or dims.ep_enabled)
         else None,
+        tokens=_build_token_mesh(world, copies, used, dp) if has_tokens else None,
+    )
+
+
+def _build_token_mesh(
+    world: DeviceMesh, copies: tuple[str, ...], shards: tuple[str, ...], dp: DeviceMesh
+) -> DeviceMesh:
+    names = world.mesh_dim_names or ()
+    order = [*(name for name in names if name not in copies + shards), *copies, *shards]
+    ranks = world.mesh.permute([names.index(name) for name in order])
+    # The last dimensions are those of `dp`.
+    ranks = ranks.reshape(-1, *dp.shape)
+    groups = []
+    for dim in range(1, ranks.ndim):
+        rows = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim)).tolist()
+        groups.append(dist.new_subgroups_by_enumeration(rows)[0])
+    return DeviceMesh.from_group(
+        groups, dp.device_type, mesh=dp.mesh, mesh_dim_names=dp.mesh_dim_names
     )
 
 

@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.config import JobConfig, checks, resolve_job
 from titanlite.errors import ConfigError, TitanliteError
+from titanlite.mesh.device_mesh import build_meshes
+from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.parallelize import apply_float8
 from titanlite.parallelize.float8 import linear as float8_linear
 from titanlite.parallelize.float8.apply import choose_layers, compact, describe_skipped
 from titanlite.parallelize.float8.linear import AmaxGroups, Float8Linear, Float8Weight
 from titanlite.parallelize.float8.torchao import RECIPES, find_recipe, load_torchao
 from titanlite.start import check_start
+from titanlite.tools.planner.fake_world import fake_world
 from titanlite.tools.verify.jobs import microbatches_of, reference_job
 
 FLOAT8 = {"converters": ["quantize.linear.float8"]}
@@ -303,3 +307,17 @@ def test_the_reference_takes_the_microbatches_that_all_ranks_take_together() -> 
     piped = resolve_job(job(**stages))
     assert microbatches_of(piped) == tuple((range(i, i + 1), range(i + 4, i + 5)) for i in range(4))
     assert microbatches_of(resolve_job(job(model={"converters": []}, **split))) is None
+
+
+@pytest.mark.parametrize("rank", [0, 13, 31])
+def test_amaxes_have_groups_apart_from_fsdps(rank: int) -> None:
+    """So that NCCL, which runs the collectives of a group in order, does not let them wait."""
+    dims = ParallelDims(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
+    with fake_world(rank, dims.world_size):
+        meshes = build_meshes(dims, "cpu", has_tokens=True)
+        own, fsdp = (mesh.get_all_groups() for mesh in (meshes.tokens, meshes.dp))
+        assert [*map(dist.get_process_group_ranks, own)] == [
+            dist.get_process_group_ranks(group) for group in fsdp
+        ]
+        assert not {group.group_name for group in own} & {group.group_name for group in fsdp}
+        assert meshes.axes_of_groups().keys() >= {group.group_name for group in own}

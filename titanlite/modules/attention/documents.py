@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 KNOWN = "titanlite_documents"
 
@@ -31,8 +32,9 @@ class Documents:
         self.numbers, self._device = numbers, documents.device
         self._biases: dict[Any, Tensor] = {}
         steps = np.diff(numbers)
-        # A subclass has no values. If a number comes again, all its tokens are one document.
-        is_in_order = type(documents) is Tensor and len(numbers) == 1 and (steps >= 0).all()
+        # A DTensor has no own ones. If a number comes again, all its tokens are one document.
+        is_plain = not is_traceable_wrapper_subclass(documents)
+        is_in_order = is_plain and len(numbers) == 1 and (steps >= 0).all()
         if is_in_order and takes_rows(self._device):
             is_first = np.pad(steps, ((0, 0), (0, 0), (1, 0)), constant_values=1)
             starts = np.append(np.flatnonzero(is_first), numbers.size)

@@ -11,8 +11,10 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -76,7 +78,7 @@ def _bytes_to_gather(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, torch.Size]]:
     amax = _precomputed(module)
     if amax is None:
-        groups = _groups_of(module, mesh.get_group().group_name, outer_size)
+        groups = _groups_of(module, mesh.get_group(), outer_size)
         (amax,) = reduce_max([(amax_of(shard, None), groups)])
     recipe = module.recipe
     data, scale = cast(shard, scale_of(amax, recipe.dtype, recipe), recipe.dtype)
@@ -119,7 +121,7 @@ def precompute_scales(model: nn.Module) -> None:
     with weights[0]._module_info.module.while_scaling("scales"):
         for fsdp_param in weights:
             layer = fsdp_param._module_info.module
-            group = fsdp_param.mesh_info.mesh.get_group(-1).group_name
+            group = fsdp_param.mesh_info.mesh.get_group(-1)
             groups = _groups_of(layer, group, fsdp_param._orig_size)
             with layer.while_scaling("amax"):
                 wanted.append((amax_of_shard(fsdp_param), groups))
@@ -154,10 +156,20 @@ def _as_computed(shard: Tensor, param_dtype: torch.dtype | None) -> Tensor:
     return shard if param_dtype is None else shard.to(param_dtype)
 
 
-def _groups_of(layer: Float8Linear, shards: str, local_size: torch.Size) -> Groups:
-    """The groups over which a weight is sharded: FSDP2's, and tp's if tp shards it."""
+def _groups_of(layer: Float8Linear, shards: Any, local_size: torch.Size) -> Groups:
+    """The groups over which a weight is sharded: of FSDP2's ranks, and tp's if tp shards it.
+
+    On a group of the layer's own, an amax does not wait for FSDP2's gathers.
+    """
+    ranks = dist.get_process_group_ranks(shards)
+    own = (
+        name
+        for name in layer.groups.tokens
+        if dist.get_process_group_ranks(_resolve_process_group(name)) == ranks  # type: ignore[arg-type]
+    )
+    name = next(own, shards.group_name)
     is_cut = tuple(local_size) != (layer.out_features, layer.in_features)
-    return (shards, *layer.groups.features) if is_cut else (shards,)
+    return (name, *layer.groups.features) if is_cut else (name,)
 
 
 def _sharded_weights(model: nn.Module) -> list[Any]:

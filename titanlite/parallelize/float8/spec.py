@@ -31,6 +31,9 @@ class Float8Section(Section):
     filter_fqns: Values[Name] = key(
         (), "parts of names of layers not to convert; auto_filter_small_kn: small layers"
     )
+    local_scales: bool = key(
+        False, "scale by each rank's own tokens, as torchao does; the numbers depend on the plan"
+    )
     emulate: bool = key(False, "emulate float8, even if the hardware supports it")
 
     @property

@@ -34,7 +34,7 @@ def apply(part: Part) -> PlanRow:
         filter_fqns=section.filter_fqns,
         emulate=section.emulate,
         has_units=part.hardware.has_float8,
-        token_mesh=meshes.dp,
+        token_mesh=None if section.local_scales else meshes.tokens or meshes.dp,
         tp_mesh=meshes.tp,
         whole=part.whole,
     )
@@ -61,7 +61,11 @@ def apply(part: Part) -> PlanRow:
     together = config.training.local_batch_size
     if dims.pp_enabled:
         together = config.parallelism.pipeline_parallel_microbatch_size
-    notes.append(f"scales over the {together * dims.dp} sequences of a microbatch on all ranks")
+    notes.append(
+        "scales of each rank's own tokens, so the numbers depend on the plan"
+        if section.local_scales
+        else f"scales over the {together * dims.dp} sequences of a microbatch on all ranks"
+    )
     return PlanRow("float8", recipe, recipe if report.converted else "off", "; ".join(notes))
 
 

@@ -53,6 +53,8 @@ TRANSLATION = {
     # The flash kernel of the CPU; on a GPU, FlashAttention with the same inputs and outputs.
     "aten::_scaled_dot_product_flash_attention_for_cpu": OperatorRule(ATTENTION),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": OperatorRule(ATTENTION),
+    "aten::_flash_attention_forward": OperatorRule(ATTENTION),
+    "aten::_flash_attention_backward": OperatorRule(ATTENTION),
     # The trace counts the parameters alone as written; both moments are, too: three of the four
     # lists that are read.
     "aten::_fused_adamw_": OperatorRule(OPTIMIZER, written_factor=0.0, written_per_read=0.75),

@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titanlite.config import ResolvedJob
 from titanlite.config.data import spec_for
 from titanlite.data.spec import Dataset
+from titanlite.modules.attention import documents
 from titanlite.modules.attention.documents import note, noted
 from titanlite.modules.attention.kernels import CpuFlash
 from titanlite.modules.batch import Batch
@@ -101,8 +102,8 @@ def stand_ins(device_type: str = "cpu", *, fuses_norms: bool = True) -> Iterator
     """Inside, torch has stand-ins for what cannot run on fake tensors.
 
     Where there is no GPU, a planned "cuda" device has a kernel that skips the masked half of causal
-    attention by itself, and if it `fuses_norms` one for RMSNorm, which keeps its input and no
-    float32 copy of it.
+    attention by itself, one for documents in a row, and if it `fuses_norms` one for RMSNorm, which
+    keeps its input and no float32 copy of it.
     """
     with contextlib.ExitStack() as stack:
         if device_type == "cuda":
@@ -110,6 +111,7 @@ def stand_ins(device_type: str = "cpu", *, fuses_norms: bool = True) -> Iterator
             stack.enter_context(patch.object(FakeTensor, "is_pinned", lambda *_: True, create=True))
         if device_type == "cuda" and not torch.cuda.is_available():
             stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
+            stack.enter_context(patch.object(documents, "takes_rows", lambda _: True))
             if fuses_norms:
                 stack.enter_context(patch.object(torch, "rms_norm", fused_rms_norm))
         for place, name, stand_in in (

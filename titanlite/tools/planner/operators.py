@@ -33,11 +33,15 @@ GROUPED = "aten::_grouped_mm"
 PRODUCTS = (*("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"), GROUPED)
 # Attention kernels: the number of products, each of 2 B H T T E operations, and the positions of q
 # and of is_causal among the arguments. The argument before that one, from 1 on, is no share of
-# dropout but the size of a sliding window, for which the operators have none.
+# dropout but the size of a sliding window, for which the operators have none. The kernel for
+# documents in a row takes q [tokens, H, E], and the longest of them at a position of LONGEST.
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1, 7),
+    "aten::_flash_attention_forward": (2, 0, 8),
+    "aten::_flash_attention_backward": (5, 1, 11),
 }
+LONGEST = {"aten::_flash_attention_forward": 5, "aten::_flash_attention_backward": 8}
 
 
 def axis_of(name: str, kind: str, axes: tuple[str, ...]) -> str:
@@ -58,7 +62,7 @@ def flops_of(name: str, function: Any, args: Any, kwargs: Any, result: Any) -> i
     """The floating-point operations of a product or of attention; 0 for others."""
     if name in ATTENTION:
         num_products, at, _ = ATTENTION[name]
-        _, keys, *window = causal_of(name, args, kwargs) or (0, args[at + 1].size(2))
+        _, keys, *window = causal_of(name, args, kwargs) or _lengths(name, args, at)
         return 2 * num_products * args[at].numel() * min([keys, *window])
     if name == GROUPED:
         batch, m, n, k = _grouped_shape(args, kwargs)
@@ -101,9 +105,16 @@ def causal_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
     _, at, causal_at = ATTENTION[name]
     if not (args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)):
         return ()
-    queries, keys = args[at].size(2), args[at + 1].size(2)
+    queries, keys = _lengths(name, args, at)
     window = int(args[causal_at - 1]) if len(args) > causal_at else 0
     return (queries, keys, window) if 0 < window < keys else (queries, keys)
+
+
+def _lengths(name: str, args: Any, at: int) -> tuple[int, int]:
+    """The numbers of queries and keys."""
+    if (longest := LONGEST.get(name)) is not None:
+        return args[longest], args[longest + 1]
+    return args[at].size(2), args[at + 1].size(2)
 
 
 def has_gaps(tensor: Tensor) -> bool:

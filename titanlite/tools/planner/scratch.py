@@ -148,10 +148,19 @@ def _cuda_flash_backward(args: Args, _: int) -> int:
     return 4 * batch * heads * rows * (-(-features // 32) * 32 + 1)
 
 
+def _documents_backward(args: Args, _: int) -> int:
+    q, k, starts = args[1], args[2], args[6]
+    tokens, heads, features = q.shape
+    # mha_varlen_bwd pads each document by a block, and sums keys that heads share at the end.
+    size = 4 * heads * (tokens + 128 * (len(starts) - 1)) * (-(-features // 32) * 32 + 1)
+    return size + (2 * num_bytes(q) if k.size(1) < heads else 0)
+
+
 CUDA = Scratch(
     kernels={
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _cuda_flash_backward,
         "aten::_scaled_dot_product_flash_attention_backward": _cuda_flash_backward,
+        "aten::_flash_attention_backward": _documents_backward,
     },
     # torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp keeps the tensors of an asynchronous
     # collective until it is waited for, and copies none.

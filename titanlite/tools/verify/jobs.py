@@ -70,6 +70,8 @@ def plan_job(job: ResolvedJob, dtype: str) -> ResolvedJob:
             "parallelism.data_parallel_shard_degree": job.dims.dp_shard,
             # A validation over the whole set would take longer than the steps.
             "validation.steps": MOST_VALIDATION if job.config.validation.enable else -1,
+            # These cannot be those of one process.
+            "quantize.linear.float8.local_scales": False,
             # A non-finite loss is a difference to report, not a reason to stop.
             "debug.non_finite": "ignore",
             # In bfloat16, a change of a gradient by 1e-7 changes Muon's update by 2%.

@@ -53,6 +53,31 @@ def named(trace: Trace, name: str) -> list[Operator]:
     return [one for one in trace.operators if one.name == name]
 
 
+def test_local_scales_are_reduced_over_no_tokens() -> None:
+    float8 = {"converters": ["quantize.linear.float8"]}
+    shared = job("cpu", float8, {"local_batch_size": 1}, data_parallel_shard_degree=2)
+    local = override(shared.config, {"quantize.linear.float8.local_scales": True})
+    reduced = ("all_reduce", "dp_shard")
+    assert reduced in trace_rank(shared, 0).totals()
+    assert reduced not in trace_rank(resolve_job(local, None), 0).totals()
+
+
+def test_documents_on_a_gpu_have_no_mask_in_bfloat16() -> None:
+    def largest(dtype: str, is_whole: bool) -> tuple[Trace, int]:
+        text = {"dataset": "pydoc", "attend_across_documents": is_whole}
+        trace = trace_rank(job("cuda", training={**text, "mixed_precision_param": dtype}), 0)
+        return trace, max(one.num_bytes for one in trace.events if isinstance(one, Allocation))
+
+    mask = 2 * 2048**2
+    (apart, most), (whole, _) = largest("bfloat16", False), largest("bfloat16", True)
+    assert most < mask <= largest("float32", False)[1]
+    assert named(apart, "aten::_flash_attention_backward")
+    assert not named(apart, ATTENTION)
+    assert apart.flops == whole.flops
+    # A kernel for documents keeps the gradients of each head's keys and values for a moment.
+    assert whole.peak().num_bytes <= apart.peak().num_bytes < 1.05 * whole.peak().num_bytes
+
+
 def test_a_gpu_multiplies_in_float8_and_the_cpu_emulates_it() -> None:
     float8 = {"converters": ["quantize.linear.float8"]}
     on_gpu, on_cpu = (trace_rank(job(device, float8), 0) for device in ("cuda", "cpu"))
