@@ -125,6 +125,8 @@ def verify_one(options: Options) -> int:
         with contextlib.suppress(*([BrokenPipeError] if options.json or options.junit else [])):
             say(text)
 
+    if config.quantize.linear.float8.local_scales:
+        show("float8's local_scales are off here: a rank's scales cannot be those of one process")
     steps = options.steps or DEFAULT_STEPS
     if options.until_stable:
         steps, begins = steps_until_stable(config)
