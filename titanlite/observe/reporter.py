@@ -94,7 +94,7 @@ class Reporter:
             log_freq=config.metrics.log_freq,
         )
         self._exits = contextlib.ExitStack()
-        self._log = MetricsLog(self._folder, enabled=False)
+        self._log: MetricsLog | None = None  # on rank 0
 
     def __enter__(self) -> "Reporter":
         with contextlib.ExitStack() as exits, self._writing():
@@ -202,7 +202,7 @@ class Reporter:
             **_expert_load(job),
         )
         with self._writing():
-            moved = self._log.log(record)
+            moved = "" if self._log is None else self._log.log(record)
         if moved:
             self._progress.print(moved)
         if self._compiling is not None:
