@@ -29,8 +29,8 @@ from unittest.mock import patch
 
 from titanlite.ranks.launch import Place, spawn
 from titanlite.schedule import Span, Timeline
-from titanlite.schedule.trace import make_trace
 from titanlite.tools.figures.schedule_png import draw_png
+from titanlite.tools.figures.trace import make_trace
 
 TOKENS, DIM, HIDDEN = 1024, 1024, 4096
 """The sizes of `overlap`: a feed-forward layer, so that copies cost little beside products."""

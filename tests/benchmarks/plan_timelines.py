@@ -20,11 +20,11 @@ from typing import Any
 from tests.benchmarks.paused_model import with_pauses
 from tests.benchmarks.slow_link import slow_link, with_link
 from titanlite.config import JobConfig, resolve_job
-from titanlite.observe.pipeline_timeline import PipelineRecorder, make_timeline
 from titanlite.ranks.launch import Place, spawn
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.actions import BACKWARD_INPUT, FORWARD, FULL_BACKWARD
 from titanlite.schedule.timeline import WORK
+from titanlite.tools.gallery.pipeline_timeline import PipelineRecorder, make_timeline
 from titanlite.tools.planner.hardware import Hardware, load_hardware
 from titanlite.tools.planner.planning import PIECES, plan_job
 from titanlite.tools.planner.predict import WAIT_FOR_SENDS

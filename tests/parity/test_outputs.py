@@ -30,7 +30,7 @@ def say_what_happens(place: Place, runs: list[tuple[JobConfig, bool]]) -> list[s
     for job, is_beside in runs:
         folder = Path(job.job.dump_folder)
         with (
-            MetricsLog(folder, enabled=is_beside),
+            MetricsLog(folder) if is_beside else contextlib.nullcontext(),
             contextlib.redirect_stdout(io.StringIO()) as out,
         ):
             try:

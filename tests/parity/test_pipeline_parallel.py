@@ -163,8 +163,8 @@ SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "
 
 def _observe(place: Place, configs: list[JobConfig]) -> list[dict[str, Any]]:
     from titanlite.job import build_job
-    from titanlite.observe.pipeline_timeline import PipelineRecorder, gather_timeline
     from titanlite.ranks.world import open_world
+    from titanlite.tools.gallery.pipeline_timeline import PipelineRecorder, gather_timeline
     from titanlite.tools.sample.generate import sample_sequences
 
     seen = []
@@ -223,8 +223,8 @@ DRAWN = [*SCHEDULES, "InterleavedZeroBubble", "ZB-H1"]
 def _draw(place: Place, configs: dict[str, JobConfig]) -> dict[str, list[Any]]:
     """The timeline of the last of two steps; what this rank recorded in each."""
     from titanlite.job import build_job
-    from titanlite.observe.pipeline_timeline import PipelineRecorder, gather_timeline
     from titanlite.ranks.world import open_world
+    from titanlite.tools.gallery.pipeline_timeline import PipelineRecorder, gather_timeline
 
     drawn = {}
     with open_world(place) as world:

@@ -27,7 +27,6 @@ from test_train_script import (
 )
 
 from titanlite.ranks.signals import STOPPING, StopRequest
-from titanlite.ranks.threads import StopOrders
 from titanlite.tools.convert.stored import find_checkpoint
 
 SAVING = {
@@ -88,7 +87,7 @@ def test_the_second_request_ends_at_once(monkeypatch):
         assert raised.value.args == (signal.SIGTERM,)
     assert signal.getsignal(signal.SIGTERM) == before
     # A rank that is not the first, and one whose launcher says it.
-    for silent in (StopRequest(rank=1), StopRequest(StopOrders(StopRequest()))):
+    for silent in (StopRequest(rank=1), StopRequest(StopRequest())):
         heard.clear()
         with silent:
             signal.raise_signal(signal.SIGTERM)

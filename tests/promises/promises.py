@@ -527,7 +527,7 @@ PROMISES = [
         "a picture of the pipeline every profile_freq steps",
         "docs/pipeline_parallel.md",
         "writes a Chrome trace beside it, every `profile_freq` steps",
-        Break("Reporter._draws_pipeline", "step % config.profiling.profile_freq == 0 or ", ""),
+        Break("draw_steps", "step % job.config.profiling.profile_freq == 0 or ", ""),
         (
             "unit/test_run.py::test_a_pipeline_of_two_ranks",
             "unit/observe/test_observe_profiling.py",

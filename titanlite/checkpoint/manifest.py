@@ -102,10 +102,8 @@ class Manifest(_Record):
     adapters alone. `serial`
     increases with each checkpoint of a folder, so the newest has the largest, whatever its step.
     `shapes` has the unsharded shape of each parameter of the whole model, by canonical name.
-    `state` has the values of a TrainingState, or is empty if only weights are held.
-    `is_accounted` is false for checkpoints from before titanlite had an account of every tensor:
-    they lack parts of some names, and the trained values of some parameters. Raises pydantic's
-    ValidationError for an invalid value.
+    `state` is None if only weights are held. Raises pydantic's ValidationError for an invalid
+    value.
     """
 
     step: Count
@@ -117,10 +115,9 @@ class Manifest(_Record):
     plan: Name
     num_ranks: Positive
     config: dict[Name, dict[str, Any]]
-    is_accounted: bool = False
     titanlite: Text
     torch: Text
-    state: dict[str, Any] = {}
+    state: TrainingState | None = None
     files: dict[FileName, FileRecord]
 
     @model_validator(mode="after")
@@ -138,19 +135,15 @@ class Manifest(_Record):
                 raise ValueError(f"files must list only {SAFETENSORS}")
         elif METADATA not in self.files or not any(n.endswith(TENSORS) for n in self.files):
             raise ValueError(f"files lacks {METADATA}, or any {TENSORS} file")
-        if self.holds == "training":
-            try:
-                TrainingState.model_validate(self.state)
-            except ValidationError as error:
-                raise ValueError(f"state: {told_invalid(error)}") from error
-        elif self.state:
-            raise ValueError("state is not empty, but only weights are held")
+        if (self.state is None) != (self.holds == "weights"):
+            raise ValueError("state must be there if, and only if, the training state is held")
         return self
 
     @property
     def training_state(self) -> TrainingState:
         """`state`, if the full training state is held."""
-        return TrainingState.model_validate(self.state)
+        assert self.state is not None
+        return self.state
 
     @property
     def weight_files(self) -> list[str]:

@@ -171,10 +171,9 @@ class Checkpoints:
             holds="training",
             stored_as="dcp",
             dtype=job.config.training.dtype,
-            state={
-                **state.numbers_of(job, job.sampler.state, state.data_of(job)),
-                "callbacks": self._json_kept(),
-            },
+            state=state.numbers_of(
+                job, job.sampler.state, data=state.data_of(job), callbacks=self._json_kept()
+            ),
         )
         self._saving_to = self._folder.at(step)
         if in_background and self._section.async_mode != "disabled" and not is_rank():
@@ -262,7 +261,6 @@ class Checkpoints:
             "plan": job.dims.describe(),
             "num_ranks": job.world.size,
             "config": job.config.model_dump(mode="json", exclude_unset=True),
-            "is_accounted": True,
             "titanlite": VERSION,
             "torch": torch.__version__,
         }

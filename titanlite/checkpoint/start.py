@@ -18,7 +18,6 @@ from titanlite.checkpoint.metadata import read_metadata
 from titanlite.checkpoint.storage import load, stored_tensors, tensors_in, told_by_rank
 from titanlite.checkpoint.weights import load_safetensors
 from titanlite.config.changes import changed_keys, changed_sizes
-from titanlite.config.pipeline import split_points
 from titanlite.errors import ConfigError, quote
 from titanlite.job import Job
 from titanlite.modules.lora import adapted_layer
@@ -242,8 +241,6 @@ def _check_same_data(job: Job, path: Path, manifest: Manifest) -> None:
 
 
 def _check_model(job: Job, path: Path, manifest: Manifest, *, with_adapters: bool = True) -> None:
-    if not manifest.is_accounted:
-        _check_old(job, path, manifest)
     own = {name: list(shape) for name, shape in job.parameter_shapes().items()}
     if not with_adapters:
         own = {name: shape for name, shape in own.items() if not adapted_layer(name)}
@@ -253,31 +250,6 @@ def _check_model(job: Job, path: Path, manifest: Manifest, *, with_adapters: boo
             raise ConfigError(
                 f"checkpoint: {path} is from another model: {name} is {there} there and {here} "
                 "here; give the [model] it was trained with, or another checkpoint"
-            )
-
-
-def _check_old(job: Job, path: Path, manifest: Manifest) -> None:
-    """Raises ConfigError if a checkpoint from before the account of tensors lacks what is needed.
-
-    Those checkpoints left out each part `module` of a name. Under a pipeline, a parameter that no
-    stage names was trained in one stage and may have been saved from another.
-    """
-    dropped = {"module", "_fsdp_wrapped_module"}
-    for name in job.parameter_shapes():
-        if dropped & set(name.split(".")):
-            short = ".".join(part for part in name.split(".") if part not in dropped)
-            raise ConfigError(
-                f"checkpoint: {path} was saved by an earlier titanlite, which left out `module` in "
-                f"names and saved {name} as {short}, like any other parameter of that name; train "
-                "again, or rename the attribute to load it"
-            )
-    staged = split_points(job.config, job.resolved.model) if "pp " in manifest.plan else ()
-    for name in job.parameter_shapes() if staged else ():
-        if not any(f"{name}.".startswith(f"{module}.") for module in staged):
-            raise ConfigError(
-                f"checkpoint: {path} was saved under a pipeline by an earlier titanlite, which may "
-                f"not have saved the trained value of {name}, a parameter that no stage names; "
-                "use a checkpoint of another plan, or train again"
             )
 
 

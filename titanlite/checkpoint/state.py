@@ -3,7 +3,7 @@
 Tensors have names that are the same under every plan: model.NAME, and optimizer.NAME.KEY for the
 optimizer state of a parameter (exp_avg, step, ...). The learning rate schedule and the sampler are
 a few numbers. Random generators are seeded by the step (training/generators.py), so they have no
-state to save; older checkpoints have rng.RANK.DEVICE, which is not read.
+state to save.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from titanlite.checkpoint.manifest import BrokenCheckpointError
+from titanlite.checkpoint.manifest import BrokenCheckpointError, OptimizerState, TrainingState
 from titanlite.checkpoint.storage import Piece, Pieces
 from titanlite.errors import ConfigError
 from titanlite.modules.shards import local_part, offsets_of
@@ -75,19 +75,19 @@ def optimizer_pieces(job: Trained) -> Pieces:
     }
 
 
-def numbers_of(job: Trained, samples_read: int, data: str = "") -> dict[str, Any]:
-    """The values of TrainingState (manifest.py): schedule, optimizer, and the place in the data."""
+def numbers_of(job: Trained, samples_read: int, **details: Any) -> TrainingState:
+    """What a manifest has of the training state; `details` are its fields that a Job alone has."""
     optimizer = job.trainer.optimizer
     settings = [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    return {
-        "lr_scheduler": job.trainer.scheduler.last_epoch,
-        "dataloader": samples_read,
-        "optimizer": {"name": type(optimizer).__name__, "settings": settings[0]},
-        "data": data,
-    }
+    return TrainingState(
+        lr_scheduler=job.trainer.scheduler.last_epoch,
+        dataloader=samples_read,
+        optimizer=OptimizerState(name=type(optimizer).__name__, settings=settings[0]),
+        **details,
+    )
 
 
 def data_of(job: "Job") -> str:

@@ -130,18 +130,7 @@ class Key:
         if self.wanted:
             return self.wanted.brief
         names = {bool: "bool", int: "int", float: "float", str: "string", object: "value"}
-        limits = []
-        for limit in self.limits:
-            bound: Any
-            if isinstance(limit, annotated_types.Gt):
-                bound = limit.gt
-                limits.append(f">= {bound + 1}" if self.type is int else f"> {bound}")
-            elif isinstance(limit, annotated_types.Ge):
-                limits.append(f">= {limit.ge}")
-            elif isinstance(limit, annotated_types.Lt):
-                limits.append(f"< {limit.lt}")
-            elif isinstance(limit, annotated_types.Le) and limit.le != 2**63 - 1:
-                limits.append(f"<= {limit.le}")
+        limits = (f"{sign} {bound}" for sign, bound in self._bounds() if bound != 2**63 - 1)
         return f"{names[self.type]} {', '.join(limits)}".rstrip()
 
     def describe(self) -> str:
@@ -159,10 +148,10 @@ class Key:
             str: "a string",
             object: "a value of its type",
         }
-        low, high = self._bounds()
-        if self.type is str and low:
+        if self.type is str and any(isinstance(one, annotated_types.MinLen) for one in self.limits):
             return "a string that is not empty"
-        bounds = " and ".join(bound for bound in (low, high) if bound)
+        signs = {">=": "of at least", ">": "above", "<=": "at most", "<": "below"}
+        bounds = " and ".join(f"{signs[sign]} {bound}" for sign, bound in self._bounds())
         return f"{words[self.type]} {bounds}".rstrip()
 
     def describe_many(self) -> str:
@@ -173,21 +162,19 @@ class Key:
             return f"lists of {self.item.describe_many()}"
         return f"{KINDS.get(self.type, 'value')}s"
 
-    def _bounds(self) -> tuple[str, str]:
-        low = high = ""
+    def _bounds(self) -> Iterator[tuple[str, Any]]:
+        """The limits of a number, the lower one first."""
         for limit in self.limits:
-            if isinstance(limit, annotated_types.Ge):
-                low = f"of at least {limit.ge}"
-            elif isinstance(limit, annotated_types.Gt):
+            if isinstance(limit, annotated_types.Gt):
                 bound: Any = limit.gt
-                low = f"of at least {bound + 1}" if self.type is int else f"above {bound}"
-            elif isinstance(limit, annotated_types.MinLen):
-                low = f"of at least {limit.min_length}"
+                yield (">=", bound + 1) if self.type is int else (">", bound)
+            elif isinstance(limit, annotated_types.Ge):
+                yield ">=", limit.ge
+        for limit in self.limits:
+            if isinstance(limit, annotated_types.Lt):
+                yield "<", limit.lt
             elif isinstance(limit, annotated_types.Le):
-                high = f"at most {limit.le}"
-            elif isinstance(limit, annotated_types.Lt):
-                high = f"below {limit.lt}"
-        return low, high
+                yield "<=", limit.le
 
     def read(self, text: str) -> Any:
         """Parse the text of a command-line option into a value.

@@ -44,14 +44,13 @@ class ResolvedJob:
         return _unpack, (self.config, self.dims, pickles.dumps(rest))
 
 
-def resolve_job(config: JobConfig, world_size: int | None = None, num_gpus: int = 0) -> ResolvedJob:
+def resolve_job(config: JobConfig, world_size: int | None = None) -> ResolvedJob:
     """The job for `world_size` ranks, or if that is None, for as many as its degrees need.
 
-    `num_gpus` is the number of GPUs of this machine (see make_parallel_dims). Raises ConfigError
-    with all problems.
+    Raises ConfigError with all problems.
     """
     reading = Reading(config)
-    draft = reading.draft(world_size, num_gpus)
+    draft = reading.draft(world_size)
     reading.require()
     return finish(draft)
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 
 from titanlite.errors import TitanliteError
 from titanlite.modules.names import canonical_name
+from titanlite.modules.shards import local_part
 
 MARKS = "titanlite_gradient_sums"
 
@@ -90,7 +90,7 @@ class GradientSums:
             if parameter.requires_grad:
                 for mark in marks:
                     if mark.group.size() > 1:
-                        key = mark.axis, mark.group, parameter.dtype, _local(parameter).device
+                        key = mark.axis, mark.group, parameter.dtype, local_part(parameter).device
                         pending.setdefault(key, []).append((name, parameter, mark))
         for (_, group, _, _), members in pending.items():
             self._sum_joined(group, members)
@@ -98,7 +98,7 @@ class GradientSums:
     def _sum_joined(
         self, group: dist.ProcessGroup, members: list[tuple[str, nn.Parameter, Mark]]
     ) -> None:
-        own = [_local(p if p.grad is None else p.grad) for _, p, _ in members]
+        own = [local_part(p if p.grad is None else p.grad) for _, p, _ in members]
         # The number of ranks with a gradient: without one on any rank, it stays None.
         flags = own[0].new_tensor([float(p.grad is not None) for _, p, _ in members])
         flat = [
@@ -122,7 +122,7 @@ class GradientSums:
                 self._require_parts(name, mark, part, total)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            local = _local(parameter.grad)
+            local = local_part(parameter.grad)
             local.copy_(total.view_as(local))
 
     def _require_parts(self, name: str, mark: Mark, part: Tensor, total: Tensor) -> None:
@@ -139,7 +139,3 @@ class GradientSums:
                 "parameter that works on shards of the sequence; name it in whole_gradients of "
                 "the ParallelPlan"
             )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

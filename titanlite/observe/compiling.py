@@ -15,10 +15,8 @@ class CompileReport:
     that of this process; all ranks compile their graphs at the same time.
     """
 
-    def __init__(
-        self, what: str, say: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._what, self._say, self._clock = what, say, clock
+    def __init__(self, what: str, say: Callable[[str], None]) -> None:
+        self._what, self._say = what, say
         self._num_graphs = 0
         self._seconds = 0.0
         self._started: float | None = None
@@ -45,10 +43,10 @@ class CompileReport:
         if not self._num_graphs:
             again = " again" if self._has_compiled else ""
             self._say(f"compiling {self._what}{again} ...")
-        self._started = self._clock()
+        self._started = time.perf_counter()
 
     def _end(self, _: Any) -> None:
         if self._started is not None:
-            self._seconds += self._clock() - self._started
+            self._seconds += time.perf_counter() - self._started
             self._num_graphs += 1
             self._started = None

@@ -91,8 +91,8 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     moved, its existing files named in `pictures` move too, to NAME.N.png.
 
     TensorBoard files go to {dump_folder}/{save_tb_folder}/{time of start}. W&B reads its own
-    WANDB_* variables and gets `job_config`. With `enabled` False (on all ranks but the first)
-    nothing is written. Raises ConfigError if another run is writing to the file.
+    WANDB_* variables and gets `job_config`. Raises ConfigError if another run is writing to the
+    file.
     """
 
     def __init__(
@@ -105,19 +105,15 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         job_config: Mapping[str, Any] | None = None,
         first_step: int = 1,
         pictures: Sequence[str] = (),
-        enabled: bool = True,
     ) -> None:
-        self._file: BinaryIO | None = None
         self._first_step, self._pictures = first_step, pictures
         self._has_written = False
         self._tensorboard = None
         self._wandb = None
-        if not enabled:
-            return
         folder = Path(dump_folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
-        self._file = _open_held(self.path)
+        self._file: BinaryIO | None = _open_held(self.path)
         if enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -130,8 +126,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
 
     def log(self, record: StepRecord) -> str:
         """Append one record. Returns a line to print if older records were moved, otherwise ""."""
-        if self._file is None:
-            return ""
+        assert self._file is not None
         moved = "" if self._has_written else self._make_way()
         self._has_written = True
         measured = record.figures

@@ -18,18 +18,15 @@ from titanlite.config.data import spec_for
 from titanlite.config.document import format_config
 from titanlite.errors import ConfigError
 from titanlite.job import Job
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.observe.first_screen import in_brief, render_screen
-from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.metrics import MetricsLog, StepRecord, mfu, peak_process_bytes
-from titanlite.observe.pipeline_timeline import PipelineRecorder, gather_timeline
 from titanlite.observe.profiling import profile_steps, snapshot_memory
 from titanlite.observe.progress import Progress
 from titanlite.observe.run_facts import Data, Machine, name_idle_keys, run_facts
 from titanlite.ranks.peers import Peers
 from titanlite.ranks.turns import is_rank
 from titanlite.ranks.world import World
-from titanlite.schedule import Timeline
-from titanlite.schedule.trace import make_trace
 from titanlite.training.metrics import ValidationResult
 from titanlite.training.step import StepResult
 
@@ -51,8 +48,16 @@ class Artist(Protocol):
     ) -> None:
         """Draw the loss and samples in `folder`; every rank calls this, and rank 0 draws."""
 
-    def draw_timeline(self, timeline: Timeline, path: Path, /) -> None:
-        """Draw the timeline of a pipeline's step."""
+    def draw_steps(
+        self, job: Job, folder: Path, say: Callable[[str], None], first_step: int, /
+    ) -> Callable[[int], None]:
+        """Record what each rank of a pipeline does; returns what to call after each step, on all.
+
+        That draws the step's timeline in `folder`, if the job asks for it.
+        """
+
+    def draw_mesh(self, dims: Grid, /) -> str:
+        """The position of each rank on the axes, as text."""
 
 
 class Reporter:
@@ -89,7 +94,7 @@ class Reporter:
             log_freq=config.metrics.log_freq,
         )
         self._exits = contextlib.ExitStack()
-        self._log = MetricsLog(self._folder, enabled=False)
+        self._log: MetricsLog | None = None  # on rank 0
 
     def __enter__(self) -> "Reporter":
         with contextlib.ExitStack() as exits, self._writing():
@@ -138,7 +143,7 @@ class Reporter:
         )
         self._exits.enter_context(self._progress)
         self._compiling = self._report_compiling()
-        self._recorder = self._record_pipeline()
+        self._draw_pipeline = self._record_pipeline()
 
     def _report_compiling(self) -> "CompileReport | None":
         """The report on compilation; None if nothing is compiled, and on ranks other than 0."""
@@ -197,7 +202,7 @@ class Reporter:
             **_expert_load(job),
         )
         with self._writing():
-            moved = self._log.log(record)
+            moved = "" if self._log is None else self._log.log(record)
         if moved:
             self._progress.print(moved)
         if self._compiling is not None:
@@ -262,41 +267,12 @@ class Reporter:
             if self._artist is not None:
                 self._artist.draw_end(self._job, self._folder, self._progress.print, is_stopped)
 
-    def _record_pipeline(self) -> PipelineRecorder | None:
-        pipeline, profiling = self._job.pipeline, self._job.config.profiling
-        if pipeline is None or not profiling.enable_pipeline_timeline:
-            return None
-        recorder = PipelineRecorder(pipeline, self._job.world.rank, self._job.world.device)
-        recorder.is_on = self._draws_pipeline(self._first_step)
-        return recorder
-
-    def _draws_pipeline(self, step: int) -> bool:
-        config = self._job.config
-        return step % config.profiling.profile_freq == 0 or step == config.training.steps
-
-    def _draw_pipeline(self, step: int) -> None:
-        """Draw the step if it was recorded, and decide whether to record the next one."""
-        job, recorder = self._job, self._recorder
-        if recorder is None or job.pipeline is None:
-            return
-        was_on, recorder.is_on = recorder.is_on, self._draws_pipeline(step + 1)
-        if not was_on:
-            return
-        timeline = gather_timeline(
-            recorder.take(),
-            [job.dims.describe_place(rank) for rank in range(job.world.size)],
-            f"{job.pipeline.table.name}, step {step}",
-            one_machine=job.world.local_size == job.world.size,
-        )
-        if timeline is not None and job.world.is_first:
-            folder = self._folder / job.config.profiling.save_traces_folder
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"pipeline_step_{step}.json"
-            path.write_text(make_trace(timeline))
-            if self._artist is not None:
-                path = path.with_suffix(".svg")
-                self._artist.draw_timeline(timeline, path)
-            self._progress.print(f"pipeline timeline: {path}; {timeline.caption}")
+    def _record_pipeline(self) -> Callable[[int], None]:
+        job, profiling = self._job, self._job.config.profiling
+        if self._artist is None or not profiling.enable_pipeline_timeline:
+            return lambda step: None
+        folder = self._folder / profiling.save_traces_folder
+        return self._artist.draw_steps(job, folder, self._progress.print, self._first_step)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -322,7 +298,10 @@ class Reporter:
             first_step=self._first_step,
             starts_from=self._starts_from,
         )
-        content = job.config.job.description, facts, job.applied, draw_mesh(job.dims)
+        mesh = f"mesh: {job.dims.describe()}"
+        if self._artist is not None:
+            mesh = self._artist.draw_mesh(job.dims)
+        content = job.config.job.description, facts, job.applied, mesh
         shown = content if job.config.metrics.verbose else in_brief(*content)
         say(render_screen(*shown, stream=sys.stdout, color=self._color))
         written = self._folder / FIRST_SCREEN

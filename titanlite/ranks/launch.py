@@ -30,7 +30,7 @@ from titanlite import pickles
 from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError, number_ranks
 from titanlite.ranks.fork_server import PATHS, set_environment, start_fork_server
 from titanlite.ranks.machine import check_local_ranks
-from titanlite.ranks.signals import Orders, StopRequest, flush_output
+from titanlite.ranks.signals import StopRequest, flush_output
 
 # How long the other ranks of a failed run may take to send their errors, and then to end.
 REPORT_SECONDS = 2.0
@@ -51,7 +51,7 @@ class Place:
     local_rank: int
     local_world_size: int
     rendezvous: str
-    orders: Orders | None = field(default=None, compare=False, repr=False)
+    orders: Connection | StopRequest | None = field(default=None, compare=False, repr=False)
     """On which a local rank receives the launcher's request to stop."""
 
     @property

@@ -8,33 +8,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import OutputClosedError
 from titanlite.observe.terminal import tell
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 # One Ctrl-C or scancel may reach a process twice: from the terminal, and from its parent.
 ONE_REQUEST_SECONDS = 1.0
 STOPPING = "stopping once it has saved; a second Ctrl-C ends it now"
 
 
-class Orders(Protocol):
-    """A pipe to the launcher, or what stands for it in its own process."""
-
-    def poll(self) -> bool:
-        """Whether there is a request to stop."""
-
-
 class StopRequest:
     """Records the first SIGINT or SIGTERM: `with StopRequest() as stop: ... stop.is_asked`.
 
     A second signal, at least a second later, raises KeyboardInterrupt(number). `orders` is the pipe
-    on which a rank's launcher forwards a request; `on_request` is called at the first signal, which
-    `rank` 0 or the launcher answers. Signals that are already ignored stay ignored. With `enabled`
-    False, nothing is changed.
+    on which a rank's launcher forwards a request, or the launcher's own StopRequest. `on_request`
+    is called at the first signal, which `rank` 0 or the launcher answers. Signals that are already
+    ignored stay ignored. With `enabled` False, nothing is changed.
     """
 
-    def __init__(self, orders: Orders | None = None, rank: int = 0, enabled: bool = True) -> None:
+    def __init__(
+        self, orders: "Connection | StopRequest | None" = None, rank: int = 0, enabled: bool = True
+    ) -> None:
         self.on_request: Callable[[], None] = lambda: None
         self._answers = rank == 0 and orders is None
         self._orders = orders if enabled else None
@@ -46,6 +44,10 @@ class StopRequest:
     def is_asked(self) -> bool:
         """Whether a signal or the launcher has asked this process to stop."""
         return self._asked_at is not None or (self._orders is not None and self._orders.poll())
+
+    def poll(self) -> bool:
+        """The same, as of the pipe that ranks in other processes have."""
+        return self.is_asked
 
     def __enter__(self) -> "StopRequest":
         if self._enabled:

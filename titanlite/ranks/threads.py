@@ -140,23 +140,12 @@ class MeshIdentities:
 _worlds = itertools.count(1)
 
 
-class StopOrders:
-    """In place of the pipe on which a process gets the launcher's request to stop."""
-
-    def __init__(self, stop: StopRequest) -> None:
-        self._stop = stop
-
-    def poll(self) -> bool:
-        return self._stop.is_asked
-
-
 class ThreadWorld:
     """A world whose ranks are threads of this process; there is one at a time."""
 
     def __init__(self, places: Sequence[Any], stop: StopRequest | None = None) -> None:
-        orders = None if stop is None else StopOrders(stop)
         self.size = len(places)
-        self._places = [replace(place, orders=orders) for place in places]
+        self._places = [replace(place, orders=stop) for place in places]
         self.turns = Turns(self.size, self._stuck, self._enter, self._leave)
         self.exchange = Exchange(self.turns)
         self.axes: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Pipeline schedules as plain data, without torch: generate, read, write, check and lower them.
+"""Pipeline schedules as plain data, without torch: generate, read, write and check them.
 
 actions.py      Action and Schedule, and their text form
 generators.py   make_schedule: GPipe, 1F1B, the interleaved and the zero-bubble families
@@ -6,14 +6,11 @@ v_shaped.py     ZBV and DualPipeV
 table.py        reads and writes CSV in the format of torch.distributed.pipelining
 clock.py        runs the actions of ranks in virtual time, each as soon as it can
 walk.py         checks that a schedule runs; reports blocked ranks and missing work
-lower.py        adds sends and receives, unshard and reshard, and gradient reduction
 timeline.py     what ran when, measured or simulated; tools/figures draws it
-trace.py        exports a timeline as a Chrome trace
 """
 
 from titanlite.schedule.actions import Action, Schedule, ScheduleError, parse_action
 from titanlite.schedule.generators import SCHEDULES, make_schedule, schedule_name
-from titanlite.schedule.lower import add_communication
 from titanlite.schedule.table import read_csv, write_csv
 from titanlite.schedule.timeline import Span, Timeline
 from titanlite.schedule.walk import check, walk
@@ -25,7 +22,6 @@ __all__ = [
     "ScheduleError",
     "Span",
     "Timeline",
-    "add_communication",
     "check",
     "make_schedule",
     "parse_action",

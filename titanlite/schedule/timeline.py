@@ -1,8 +1,7 @@
 """Timeline: what ran when. Every picture is drawn from this one structure.
 
 A `Timeline` comes from a schedule (`walk`), from a simulation, or from the measured times of a
-real run. tools/figures draws it, and trace.py exports it as a trace;
-neither depends on where it came from.
+real run. tools/figures draws it, and exports it as a trace; neither depends on where it came from.
 """
 
 from collections.abc import Iterable, Mapping

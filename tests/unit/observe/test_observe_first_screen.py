@@ -9,9 +9,9 @@ import pytest
 from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.observe.first_screen import Fact, beside, in_brief, render_screen
-from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.run_facts import Data, Machine, run_facts
 from titanlite.plan_row import PlanRow
+from titanlite.tools.figures.mesh_drawing import draw_mesh
 
 CPU = Machine("cpu", "gloo", num_local_ranks=4, num_gpus=0, torch_version="2.13.0")
 DIGITS = Data(1498, 299)

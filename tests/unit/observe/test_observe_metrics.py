@@ -205,12 +205,6 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
         read_metrics(tmp_path / "none")
 
 
-def test_only_the_enabled_rank_writes(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path / "none", enabled=False, enable_tensorboard=True) as log:
-        log.log(make_record(1))
-    assert not (tmp_path / "none").exists()
-
-
 @pytest.mark.filterwarnings("default")
 def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")

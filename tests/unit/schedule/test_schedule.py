@@ -12,7 +12,6 @@ from titanlite.schedule import (
     Action,
     Schedule,
     ScheduleError,
-    add_communication,
     check,
     make_schedule,
     parse_action,
@@ -21,6 +20,7 @@ from titanlite.schedule import (
     write_csv,
 )
 from titanlite.schedule.clock import TimedAction, run
+from titanlite.tools.planner.lower import add_communication
 
 SIZES = [(1, 4), (2, 4), (3, 6), (4, 8), (4, 16)]
 

@@ -5,8 +5,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from titanlite.schedule import ScheduleError, add_communication, make_schedule, read_csv, write_csv
-from titanlite.schedule.lower import add_sends_and_receives
+from titanlite.schedule import ScheduleError, make_schedule, read_csv, write_csv
+from titanlite.tools.planner.lower import add_communication, add_sends_and_receives
 
 pytest.importorskip("torch.distributed.pipelining")
 from torch.distributed.pipelining import schedules as theirs

@@ -14,46 +14,24 @@ from matplotlib.figure import Figure
 
 from titanlite.data.images.spec import shape_of
 
-# In pixels: the approximate longer side of an image, the outer margin, the gap between panels.
-_IMAGE_PIXELS, _MARGIN, _PANEL_GAP = 96, 28, 40
+# In pixels: the approximate longer side of an image, the outer margin, the gaps between images and
+# between panels.
+_IMAGE_PIXELS, _MARGIN, _IMAGE_GAP, _PANEL_GAP = 96, 28, 6, 40
 
 
 def save_samples(
     path: Path, sampled: torch.Tensor, real: torch.Tensor, *, model: Any, title: str
 ) -> None:
-    """Draw sampled images next to real ones, for a model with the configuration `model`."""
-    height, width, channels = shape_of(model) or (1, sampled.size(1), 1)
-    save_image_grid(
-        path,
-        sampled,
-        real,
-        height=height,
-        width=width,
-        channels=channels,
-        vocab_size=model.vocab_size,
-        title=title,
-    )
-
-
-def save_image_grid(
-    path: str | Path,
-    sampled: torch.Tensor,
-    real: torch.Tensor,
-    *,
-    height: int,
-    width: int,
-    channels: int,
-    vocab_size: int,
-    title: str = "",
-) -> None:
     """Draw sampled images next to real ones as a PNG, each pixel as a square block.
 
-    `sampled` [N, T] and `real` [M, T] are int64 tokens, planar, T = channels * height * width.
-    One channel is drawn in gray and three as RGB; for any other number, the planes are drawn side
-    by side. Raises ValueError for another T or for no images.
+    `sampled` [N, T] and `real` [M, T] are int64 tokens, planar, T = channels * height * width for a
+    model with the configuration `model`. One channel is drawn in gray and three as RGB; for any
+    other number, the planes are drawn side by side. Raises ValueError for another T or for no
+    images.
     """
+    height, width, channels = shape_of(model) or (1, sampled.size(1), 1)
     panels = [
-        (name, _to_pixels(tokens, height, width, channels, vocab_size))
+        (name, _to_pixels(tokens, height, width, channels, model.vocab_size))
         for name, tokens in (("sampled", sampled), ("real", real))
     ]
     columns = max(math.ceil(math.sqrt(len(images))) for _, images in panels)
@@ -80,8 +58,6 @@ def save_image_grid(
         figure.figimage(mosaic, xo=left, yo=top - mosaic.shape[0], origin="upper")
         text.set_position((left / width_px, (top + 12) / height_px))
         left += panel_width + _PANEL_GAP
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", facecolor="white")
 
 
@@ -100,11 +76,11 @@ def _to_pixels(
     return np.repeat(side_by_side[..., None], 3, axis=-1)
 
 
-def _mosaic(images: np.ndarray, columns: int, scale: int, gap: int = 6) -> np.ndarray:
+def _mosaic(images: np.ndarray, columns: int, scale: int) -> np.ndarray:
     """Images [N, H, W, 3] on a white sheet, `columns` per row, each pixel scale x scale."""
     images = images.repeat(scale, axis=1).repeat(scale, axis=2)
     count, height, width, _ = images.shape
-    rows = math.ceil(count / columns)
+    rows, gap = math.ceil(count / columns), _IMAGE_GAP
     sheet = np.full(
         (rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, dtype=np.uint8
     )

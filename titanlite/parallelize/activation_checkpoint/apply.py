@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import (
 
 import titanlite.parallelize.context_parallel.ring  # noqa: F401 (registers its operator)
 from titanlite.errors import TitanliteError
+from titanlite.modules.shards import local_part
 from titanlite.parallelize.activation_checkpoint.buffers import BufferStates, around, has_buffers
 from titanlite.parallelize.arguments import Plan, as_plan, check_choice, check_flags, check_names
 from titanlite.parallelize.async_tensor_parallel.ring_product import PRODUCT_SCATTER
@@ -240,7 +240,5 @@ def _transposed_weight_shapes(model: nn.Module, suffixes: tuple[str, ...]) -> fr
         named = any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes)
         if named and isinstance(module, nn.Linear):
             # A TP style multiplies by either the DTensor or its local shard.
-            weight = module.weight
-            local = weight.to_local() if isinstance(weight, DTensor) else weight
-            shapes |= {weight.shape[::-1], local.shape[::-1]}
+            shapes |= {module.weight.shape[::-1], local_part(module.weight).shape[::-1]}
     return frozenset(shapes)

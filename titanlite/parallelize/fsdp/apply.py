@@ -22,6 +22,7 @@ from titanlite.mesh.parallel_dims import expert_shard_dim
 from titanlite.modules.experts import expert_layers
 from titanlite.modules.gradient_sums import clear_sums, sum_gradient
 from titanlite.modules.names import canonical_name
+from titanlite.modules.shards import local_part
 from titanlite.modules.tied import find_tied
 from titanlite.parallelize.arguments import (
     Plan,
@@ -204,8 +205,7 @@ def _placement_of_experts(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | 
     num_ranks = mesh.size(mesh.ndim - 1)
 
     def place(parameter: nn.Parameter) -> Shard:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return Shard(expert_shard_dim(local.size(0), num_ranks))
+        return Shard(expert_shard_dim(local_part(parameter).size(0), num_ranks))
 
     return place
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 
 from titanlite.modules.names import canonical_name
+from titanlite.modules.shards import local_part
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class StageCopies:
         for weight in self._weights:
             first, *followers = self._copies_of(weight)
             for follower in followers:
-                _local(follower).copy_(_local(first))
+                local_part(follower).copy_(local_part(first))
 
     def followers(self) -> list[nn.Parameter]:
         """The further copies on this rank of weights that it has already: not to be optimized."""
@@ -143,10 +143,10 @@ class StageCopies:
         """The sum of the local gradients of this rank's copies, by default in that of the first."""
         if first.grad is None:
             first.grad = torch.zeros_like(first)
-        total = _local(first.grad) if in_place else _local(first.grad).clone()
+        total = local_part(first.grad) if in_place else local_part(first.grad).clone()
         for follower in followers:
             if follower.grad is not None:
-                total += _local(follower.grad)
+                total += local_part(follower.grad)
         return total
 
     def _sum_over_ranks(self, places: Sequence[int], own: Tensor) -> Tensor:
@@ -186,8 +186,3 @@ def copies_in(
             name = canonical_name(name)
             copies.setdefault(tied.get(name, name), []).append((stage, name))
     return {first: found for first, found in copies.items() if len(found) > 1}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor, or a plain tensor itself; changes to it change the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -89,7 +89,6 @@ def save_checkpoint(
             plan="a loop by hand",
             num_ranks=ranks.size,
             config={},
-            is_accounted=True,
             titanlite=VERSION,
             torch=torch.__version__,
             state=state.numbers_of(trained, samples_read),

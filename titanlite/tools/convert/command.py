@@ -410,7 +410,6 @@ def _write_checkpoint(
                 plan=plan,
                 num_ranks=1,
                 config=config,
-                is_accounted=True,
                 titanlite="",
                 torch=torch.__version__,
                 files=dict(files),

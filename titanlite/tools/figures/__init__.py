@@ -4,6 +4,8 @@ schedule_svg.py schedule_png.py schedule_text.py   a timeline, which
                schedule_layout.py lays out; palette.py: the colours
 messages.py  the messages between ranks, as SVG and as a page to step through
 canvas.py    the shapes of messages.py
+trace.py       a timeline as a Chrome trace
+mesh_drawing.py   the position of each rank on the mesh, in plain text
 page_file.py   a page of its .html, .css and .js in page/
 chart.py sweep.py memory.py figure.py   curves, a sweep of simulations, the memory of workers
 """

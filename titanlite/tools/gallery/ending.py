@@ -9,7 +9,6 @@ from titanlite.errors import ConfigError
 from titanlite.job import Job
 from titanlite.observe.metrics import FILE_NAME, read_metrics
 from titanlite.observe.reporter import CURVE, LOADS
-from titanlite.schedule import Timeline
 from titanlite.tools.sample.generate import NoSamplesError, sample_sequences, save_samples
 
 # Tokens between two lines about sampling; a multiple of the interval of `on_tokens`.
@@ -54,13 +53,6 @@ def draw_end(
     if len(sequences):
         save_samples(job, sequences, folder / data.samples_file)
         say(f"sampled {name}s: {folder / data.samples_file}")
-
-
-def draw_timeline(timeline: Timeline, path: Path) -> None:
-    """Draw the timeline of a pipeline's step as an SVG."""
-    from titanlite.tools.figures.schedule_svg import draw_svg
-
-    path.write_text(draw_svg(timeline))
 
 
 def _draw_curve(job: Job, folder: Path) -> str:

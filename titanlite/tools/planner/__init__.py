@@ -10,6 +10,7 @@ pieces.py      traces one block of each kind and what is around the blocks
 composition.py pieces as plain data, and the memory of a run of events (torch-free)
 compose.py     a step of any size from pieces; segments.py makes its parts (split_backward.py: half
                a backward pass), data_parallel.py adds FSDP and DDP
+lower.py       the sends, receives, gathers and reductions of a pipeline's schedule (torch-free)
 offload.py     the copies of CPU offload
 float8_cast.py the casts of weights that FSDP2 gathers in float8; float8_trace.py records them
 cache.py       pieces on disk; scale.py derives those of larger microbatches

@@ -12,11 +12,11 @@ from titanlite.config import ResolvedJob, resolve_job
 from titanlite.config.load import override, read_job
 from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import render_screen
-from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.run_facts import job_facts
 from titanlite.observe.terminal import say, tell, telling, terminal_width, uses_color
 from titanlite.schedule import Timeline
-from titanlite.schedule.trace import make_trace
+from titanlite.tools.figures.mesh_drawing import draw_mesh
+from titanlite.tools.figures.trace import make_trace
 from titanlite.tools.options import Parser, positive, write
 from titanlite.tools.planner.advice import advise
 from titanlite.tools.planner.cache import load_applied

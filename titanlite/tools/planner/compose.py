@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from titanlite.config import ResolvedJob
-from titanlite.schedule import Schedule, add_communication
+from titanlite.schedule import Schedule
 from titanlite.schedule.actions import (
     BACKWARD_WEIGHT,
     COMPUTE_KINDS,
@@ -29,6 +29,7 @@ from titanlite.schedule.actions import (
 from titanlite.tools.planner.composition import Pieces, Segment, Weight
 from titanlite.tools.planner.data_parallel import ENDS
 from titanlite.tools.planner.events import Communication, Operator, Peak, Site, totals
+from titanlite.tools.planner.lower import add_communication
 from titanlite.tools.planner.segments import BATCH, Row, Segments, Shared, Stage, Variant
 
 START, HOLD, RELEASE, END = "start", "hold", "release", "end"

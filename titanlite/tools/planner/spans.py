@@ -27,8 +27,8 @@ from titanlite.schedule.timeline import (
     SEND_TO,
     WORK,
 )
-from titanlite.schedule.trace import lane_name
 from titanlite.tools.figures.schedule_svg import draw_svg
+from titanlite.tools.figures.trace import lane_name
 from titanlite.tools.planner.compose import END, START
 from titanlite.tools.planner.composition import Segment, named
 from titanlite.tools.planner.cost import Cost

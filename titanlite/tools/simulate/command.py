@@ -12,8 +12,8 @@ from typing import Any
 
 from titanlite.observe.terminal import terminal_width
 from titanlite.schedule.timeline import Timeline
-from titanlite.schedule.trace import make_trace
 from titanlite.tools.figures.schedule_text import draw_text
+from titanlite.tools.figures.trace import make_trace
 from titanlite.tools.options import whole, write
 from titanlite.tools.simulate.costs import Costs
 from titanlite.tools.simulate.figures import Row, figures, html_table, table_rows, write_csv

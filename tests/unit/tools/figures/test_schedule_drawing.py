@@ -11,11 +11,11 @@ import pytest
 from PIL import Image, ImageColor
 
 from titanlite.schedule import Span, Timeline, make_schedule, walk
-from titanlite.schedule.trace import make_trace
 from titanlite.tools.figures.schedule_layout import Canvas, SpanBox, cells
 from titanlite.tools.figures.schedule_png import draw_png
 from titanlite.tools.figures.schedule_svg import draw_html, draw_svg
 from titanlite.tools.figures.schedule_text import draw_text
+from titanlite.tools.figures.trace import make_trace
 from titanlite.tools.planner.spans import read_trace
 from titanlite.tools.simulate import Costs, Link, Network
 from titanlite.tools.simulate.schemes import Workload, run_scheme

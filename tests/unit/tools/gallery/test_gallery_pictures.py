@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import numpy as np
@@ -9,9 +10,20 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from titanlite.data.images.picture import save_image_grid
+from titanlite.data.images.picture import save_samples
 from titanlite.observe.metrics import StepRecord
 from titanlite.tools.gallery.pictures import save_loss_curve
+
+
+def draw(
+    path: Path, sampled: torch.Tensor, real: torch.Tensor, *shape: int, title: str = ""
+) -> None:
+    """`shape` is height, width, channels, vocabulary."""
+    height, width, channels, values = shape
+    model = SimpleNamespace(
+        image_height=height, image_width=width, image_channels=channels, vocab_size=values
+    )
+    save_samples(path, sampled, real, model=model, title=title)
 
 
 def make_records(count: int) -> list[StepRecord]:
@@ -64,7 +76,7 @@ def test_images_are_drawn_as_blocks_of_their_own_pixels(tmp_path: Path) -> None:
     sampled = torch.randint(0, 17, (5, 64), generator=torch.Generator().manual_seed(0))
     real = torch.randint(0, 17, (4, 64), generator=torch.Generator().manual_seed(1))
     path = tmp_path / "samples.png"
-    save_image_grid(path, sampled, real, height=8, width=8, channels=1, vocab_size=17)
+    draw(path, sampled, real, 8, 8, 1, 17)
     picture = read_picture(path)
     # 3 images a row, 96 pixels each and 6 between; 28 around, 40 between the panels, 56 on top.
     assert picture.shape == (56 + 2 * 96 + 6 + 28, 28 + 300 + 40 + 300 + 28, 3)
@@ -81,7 +93,7 @@ def test_three_channels_are_red_green_and_blue(tmp_path: Path) -> None:
     planes[:, 0], planes[:, 1, :16] = 255, 128
     tokens = planes.reshape(1, -1)
     path = tmp_path / "samples.png"
-    save_image_grid(path, tokens, tokens, height=32, width=32, channels=3, vocab_size=256)
+    draw(path, tokens, tokens, 32, 32, 3, 256)
     picture = read_picture(path)
     assert picture[60, 60].tolist() == [255, 128, 0]
     assert picture[140, 60].tolist() == [255, 0, 0]
@@ -92,9 +104,7 @@ def test_a_long_title_makes_the_picture_wide_enough(tmp_path: Path) -> None:
     widths = []
     for title in ("", "a title that is a good deal longer than two small images are wide"):
         path = tmp_path / "samples.png"
-        save_image_grid(
-            path, tokens, tokens, height=2, width=2, channels=1, vocab_size=2, title=title
-        )
+        draw(path, tokens, tokens, 2, 2, 1, 2, title=title)
         picture = read_picture(path)
         widths.append(picture.shape[1])
         assert (picture[:, -20:] == 255).all()
@@ -103,10 +113,9 @@ def test_a_long_title_makes_the_picture_wide_enough(tmp_path: Path) -> None:
 
 def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
     good, short = torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 63, dtype=torch.int64)
-    shape = {"height": 8, "width": 8, "channels": 1, "vocab_size": 17}
     for sampled, real in ((short, good), (good, short), (good[:0], good)):
         with pytest.raises(ValueError, match=r"not \[N >= 1, 64\]"):
-            save_image_grid(tmp_path / "samples.png", sampled, real, **shape)
+            draw(tmp_path / "samples.png", sampled, real, 8, 8, 1, 17)
     assert not (tmp_path / "samples.png").exists()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titanlite.config import JobConfig, resolve_job
-from titanlite.schedule.trace import make_trace
+from titanlite.tools.figures.trace import make_trace
 from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.planner.planning import PIECES, JobPlan, plan_job
 from titanlite.tools.planner.report import IDLE, MEMORY_SHARES, draw_bar, figures, show, time_shares

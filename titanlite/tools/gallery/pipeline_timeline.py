@@ -1,4 +1,4 @@
-"""The timeline of a real pipeline step: recorded, and gathered from all ranks.
+"""The timeline of a real pipeline step: recorded, gathered from all ranks, and drawn.
 
 It has the start and end of each forward pass, backward pass, and part of a split backward pass of a
 stage, and the sends, receives, gathers and reductions of the same run (communication.py). The
@@ -8,15 +8,19 @@ remaining time is the bubble.
 import functools
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from titanlite.observe.communication import Move, recording_communication
+from titanlite.job import Job
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
 from titanlite.schedule.timeline import activation_curves
+from titanlite.tools.figures.schedule_svg import draw_svg
+from titanlite.tools.figures.trace import make_trace
+from titanlite.tools.gallery.communication import Move, recording_communication
 
 
 class PipelineRecorder:
@@ -91,6 +95,42 @@ class PipelineRecorder:
             return result
 
         return recorded
+
+
+def draw_steps(
+    job: Job, folder: Path, say: Callable[[str], None], first_step: int
+) -> Callable[[int], None]:
+    """Draw the step at every profiling.profile_freq and the last one, as SVG and Chrome trace.
+
+    Returns the function to call after each step, on every rank; rank 0 writes to `folder`.
+    """
+    pipeline = job.pipeline
+    assert pipeline is not None
+    recorder = PipelineRecorder(pipeline, job.world.rank, job.world.device)
+    places = [job.dims.describe_place(rank) for rank in range(job.world.size)]
+
+    def is_drawn(step: int) -> bool:
+        return step % job.config.profiling.profile_freq == 0 or step == job.config.training.steps
+
+    def after(step: int) -> None:
+        was_on, recorder.is_on = recorder.is_on, is_drawn(step + 1)
+        if not was_on:
+            return
+        timeline = gather_timeline(
+            recorder.take(),
+            places,
+            f"{pipeline.table.name}, step {step}",
+            one_machine=job.world.local_size == job.world.size,
+        )
+        if timeline is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"pipeline_step_{step}.svg"
+            path.with_suffix(".json").write_text(make_trace(timeline))
+            path.write_text(draw_svg(timeline))
+            say(f"pipeline timeline: {path}; {timeline.caption}")
+
+    recorder.is_on = is_drawn(first_step)
+    return after
 
 
 def gather_timeline(

@@ -8,7 +8,7 @@ import pytest
 
 from titanlite.mesh.parallel_dims import AXES
 from titanlite.mesh.parallel_dims import ParallelDims as Dims
-from titanlite.observe.mesh_drawing import draw_mesh
+from titanlite.tools.figures.mesh_drawing import draw_mesh
 
 
 def test_one_rank() -> None:
