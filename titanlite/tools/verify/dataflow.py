@@ -59,7 +59,9 @@ def first_difference(e: Evidence) -> Iterator[str]:
     in_order = {e for e in order if not all(o.is_moved for o in wrong[e].values())}
     in_order -= {e for e in in_order if is_input(e) and called_by(e) in wrong.keys() - in_order}
     if not in_order and len(order) > 1:
-        yield _moved_to_the_end(e, order, outputs)
+        # A loss that agrees was computed in the same order.
+        if e.failed("loss") or not e.knows_loss:
+            yield _moved_to_the_end(e, order, outputs)
         return
     start, is_between = _start(e, first, outputs)
     parts = [start]
@@ -555,9 +557,12 @@ def _has_wrong_gradient(e: Evidence, trace: RankTrace, event: str) -> bool:
 
 
 def _has_others(e: Evidence, trace: RankTrace, event: str) -> bool:
-    """Whether a tensor and all that the loss has from it are other rows, as a part of the loss."""
+    """Whether a tensor and all that is computed from it here are other rows than on one process."""
     is_other = event in trace.events and trace.events[event].is_other
-    return is_other and all(_has_others(e, trace, reader) for reader in e.following.get(event, ()))
+    return is_other and all(
+        _has_others(e, trace, reader) if reader in trace.events else _any(e, reader, bool)
+        for reader in e.following.get(event, ())
+    )
 
 
 def _of_gradient(e: Evidence, last: str, found: Mapping[int, Agreement]) -> str:

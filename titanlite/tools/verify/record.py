@@ -113,6 +113,8 @@ class RankRun:
     """Sentences about what does not match the job's settings, even if no number differs."""
     styles: dict[str, str] = field(default_factory=dict, kw_only=True)
     """Parameter -> the class of its style in the tensor-parallel plan."""
+    unsynchronized: tuple[str, ...] = ()
+    """Parameters of FSDP2 modules whose gradient synchronization is off at the optimizer step."""
     resume_problems: tuple[str, ...] = ()
     """Sentences about what is wrong with a run that resumes from this run's checkpoint."""
     reloaded: RankStep | None = None

@@ -20,7 +20,7 @@ from titanlite.tools.verify.dataflow import (
 )
 from titanlite.tools.verify.diagnose import diagnose
 from titanlite.tools.verify.evidence import EXPLAINED, PADDING, Evidence, pooled, ranks_of, worst
-from titanlite.tools.verify.gradients import explain_gradients, missing_sums
+from titanlite.tools.verify.gradients import explain_absent, explain_gradients, missing_sums
 from titanlite.tools.verify.inputs import explain_shards, explain_start
 from titanlite.tools.verify.passes import explain_forward, explain_loss, explain_recomputation
 from titanlite.tools.verify.record import LEFT, CodeRun, Fit, Shares, Update, WrongRows
@@ -312,6 +312,23 @@ def explain_ties(e: PartEvidence) -> Iterator[str]:
             )
 
 
+def explain_lost(e: PartEvidence) -> Iterator[str]:
+    """Gradients that are missing, or zero, on every rank, though the backward pass is whole."""
+    wrong = e.failed("gradient")
+    parts = {n: [p for r in e.runs if (p := r.steps[e.step].gradients.get(n))] for n in wrong}
+    if any(own and not any(one.digest for one in own) for own in parts.values()):
+        yield from explain_absent(e)
+    zero = [n for n, own in parts.items() if own and all(p.bb and not p.aa for p in own)]
+    if zero:
+        who = name_parameters(zero, e.runs, "gradient")
+        yield Explained(
+            f"{who} {be(who)} zero, but not on one process: the backward pass stops before these "
+            "parameters, or something sets their gradients to zero after it. Look for a detached "
+            "tensor in the forward pass",
+            zero,
+        )
+
+
 def explain_parts(e: PartEvidence) -> Iterator[str]:
     """Gradients that are sums over the ranks' parts of the batch, with wrong coefficients."""
     wrong = e.failed("gradient")
@@ -489,6 +506,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_parts,),
     (explain_logarithm,),
     (explain_loss_of_code,),
+    (explain_lost,),
     (explain_backward,),
     (explain_accumulated,),
     (explain_clipped,),
