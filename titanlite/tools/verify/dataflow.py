@@ -459,6 +459,14 @@ def explain_missing(e: Evidence) -> Iterator[str]:
     event = cut[0] if cut else lost[-1]
     ranks = e.ranks_with(lambda t: event in t.events and t.events[event].has_no_gradient)
     where = name_ranks(ranks, e.runs, e.ranks_with(lambda t: event in t.events))
+    if cut and _any(e, event, lambda one: one.is_checkpointed):
+        yield (
+            f"the backward pass is cut off: {describe_event(event)} is in a reentrant checkpoint, "
+            f"{where}, none of whose inputs requires a gradient, so nothing in it gets one. Use "
+            "use_reentrant=False, or let what the checkpoint is given require a gradient"
+            + (f". The code there{code}" if (code := e.lines_before(event, ranks)) else "")
+        )
+        return
     if cut:
         sources = listed([describe_event(source) for source in e.flow.get(event, ())], 3)
         what = f"{describe_event(event)}{f', which is computed from {sources},' * bool(sources)} "

@@ -296,6 +296,8 @@ class ModuleOutput:
     """Whether its rows or columns are those of the reference's output, but not in its order."""
     is_cut_off: bool = False
     """Whether it requires no gradient, but the reference's does."""
+    is_checkpointed: bool = False
+    """Whether it is in a reentrant checkpoint."""
     has_no_gradient: bool = False
     """Whether no gradient of it arrives, but one of the reference's does."""
     extra: tuple[str, float] | None = None
@@ -436,6 +438,16 @@ class PartFits:
         return bool(left) and max(left) < LEFT
 
 
+class UseFit(NamedTuple):
+    """A gradient as a sum of those of the single uses of its parameter."""
+
+    lines: tuple[str, ...]
+    """Where the uses are, in forward order."""
+    counts: Shares
+    of_parts: tuple[Shares, ...]
+    """For each use how often each part of the batch is in it, or one number for all."""
+
+
 class WrongRows(NamedTuple):
     """Some rows of a gradient, or none for elements that are zero on one process."""
 
@@ -447,6 +459,12 @@ class WrongRows(NamedTuple):
     should_be_zero: bool
     is_first: bool = False
     """Whether it is the first row of a shard, and no other."""
+    times: tuple[int, ...] = ()
+    """How often what one process has is in each of these rows."""
+    counted: str = ""
+    """The tensor of the batch in which each of the rows' indices occurs that often."""
+    shares: Shares = ()
+    """These rows as a sum of those of the parts' gradients, relative to the reference's."""
 
 
 class Update(NamedTuple):
@@ -464,6 +482,11 @@ class Update(NamedTuple):
     """The number of wrong elements, if all of them are zero on one process."""
     is_unchanged: bool = False
     """Whether the step of one process leaves the weight as it is."""
+    scale: float | None = None
+    """How often its change is in this one, if what is left is a multiple of the weight, its decay.
+    """
+    count: int | None = None
+    """The step of Adam whose bias correction gives that scale."""
 
 
 @dataclass

@@ -23,7 +23,15 @@ from titanlite.tools.verify.evidence import EXPLAINED, PADDING, Evidence, pooled
 from titanlite.tools.verify.gradients import explain_absent, explain_gradients, missing_sums
 from titanlite.tools.verify.inputs import explain_shards, explain_start
 from titanlite.tools.verify.passes import explain_forward, explain_loss, explain_recomputation
-from titanlite.tools.verify.record import LEFT, CodeRun, Fit, Shares, Update, WrongRows
+from titanlite.tools.verify.record import (
+    LEFT,
+    CodeRun,
+    Fit,
+    Shares,
+    Update,
+    UseFit,
+    WrongRows,
+)
 from titanlite.tools.verify.shares import NEAR, describe_parts, sums_of_parts
 from titanlite.tools.verify.updates import (
     explain_buffers,
@@ -71,8 +79,19 @@ class PartEvidence(Evidence):
     """Rank -> gradient -> the few rows of it that differ."""
     previous: Mapping[str, float] = field(default_factory=dict)
     """Gradient -> how often it also contains that of the step before."""
+    uses: Mapping[int, Mapping[str, UseFit]] = field(default_factory=dict)
+    """Rank -> gradient -> it as a sum of those of the single uses of its parameter."""
     updates: Mapping[int, Mapping[str, Update]] = field(default_factory=dict)
     """Rank -> wrong weight -> what the step did to it."""
+
+    @property
+    def names_of_parts(self) -> list[str]:
+        """The parts of the batch, in words."""
+        names = []
+        for ranks, index in self.parts:
+            of = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
+            names.append(of if index is None else f"microbatch {index} of {of}")
+        return names
 
     def factor(self, value: float, names: Iterable[str] = ()) -> str:
         """The degree or count that equals a factor of the gradients `names`, where it can be one.
@@ -135,7 +154,9 @@ class PartEvidence(Evidence):
                 "of these parameters is not that on one process. Look at their parameter groups"
             )
         factor, left = pooled([one.fit for one in wrong])
-        if left >= EXPLAINED or is_near(factor, 1.0):
+        if left >= EXPLAINED:
+            return self._describe_scales()
+        if is_near(factor, 1.0):
             return ""
         same = self.factor(factor)
         return (
@@ -143,6 +164,36 @@ class PartEvidence(Evidence):
             f"{f' ({factor:.6g} is {same})' if same else ''}: look at the "
             f"{'sign' if factor < 0 else 'scale'} of the update, and at the learning rate"
         )
+
+    def _describe_scales(self) -> str:
+        """How large the updates are, beside weight decay, by weight; "" unless that explains all."""
+        groups: dict[tuple[float, int | None], dict[str, None]] = defaultdict(dict)
+        for of_rank in self.updates.values():
+            for name, one in of_rank.items():
+                if one.scale is None or is_near(one.scale, 1.0, 1e-3):
+                    return ""
+                key = round(one.scale, 4), one.count
+                groups[key][name] = None
+        shown = []
+        for (scale, count), names in groups.items():
+            same = self.factor(scale) or self._root(scale)
+            why = f" ({scale:g} is {same})" * bool(same)
+            if count is not None:
+                why = f", as by Adam's bias correction of step {count}: see how often the "
+                why += "optimizer counts a step"
+            elif "square root" in same:
+                why += ": see whether a scale is taken from the size of a rank's shard"
+            who = listed(sorted(names), 3)
+            shown.append(f"the update of {who} is {scale:g} times that on one process{why}")
+        return f"Beside weight decay, {'; '.join(shown)}"
+
+    def _root(self, scale: float) -> str:
+        """The degree of which a scale is the square root, or 1 over that."""
+        for axis, degree in self.dims.degrees.items():
+            for start, root in (("", degree**0.5), ("1 over ", degree**-0.5)):
+                if degree > 1 and is_near(scale, root, 1e-4):
+                    return f"{start}the square root of the degree of {axis}"
+        return ""
 
 
 def conclude(e: PartEvidence) -> list[str]:
@@ -334,10 +385,7 @@ def explain_parts(e: PartEvidence) -> Iterator[str]:
     wrong = e.failed("gradient")
     if list(missing_sums(e, wrong)) and not _is_partly_reduced(e):
         return
-    names, kind = [], "the ranks' parts of the batch"
-    for ranks, index in e.parts:
-        of = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
-        names.append(of if index is None else f"microbatch {index} of {of}")
+    names, kind = e.names_of_parts, "the ranks' parts of the batch"
     if any(index is not None for _, index in e.parts):
         kind = "the microbatches"
     yield from sums_of_parts(
@@ -349,6 +397,58 @@ def explain_parts(e: PartEvidence) -> Iterator[str]:
         ),
         f"over {kind}",
     )
+
+
+def explain_uses(e: PartEvidence) -> Iterator[str]:
+    """Gradients that lack, or have too often, what some of the parameter's uses add to them."""
+    wrong = e.failed("gradient")
+    missing = {name for found in missing_sums(e, wrong) for name in found.names}
+    groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for name in wrong:
+        holders = [run.rank for run in e.runs if name in run.steps[e.step].gradients]
+        found = {rank: one for rank in holders if (one := e.uses.get(rank, {}).get(name))}
+        words = {rank: _of_uses(e, one) for rank, one in found.items()}
+        if name not in missing and len(found) == len(holders):
+            for rank, what in words.items():
+                groups[what][name] += [rank]
+    groups.pop("", None)
+    for what, ranks_of in groups.items():
+        who = name_parameters(list(ranks_of), e.runs, "gradient")
+        ranks = sorted({rank for ranks in ranks_of.values() for rank in ranks})
+        holders = [r.rank for r in e.runs if ranks_of.keys() & r.steps[e.step].gradients.keys()]
+        yield Explained(
+            f"{who}, {'which is' if be(who) == 'is' else 'each'} a sum over the uses of its "
+            f"weight, {agree(who, 'are')} wrong, {name_ranks(ranks, e.runs, holders)}: {what}. "
+            "Each use has to add to the gradient: look for code that assigns it, or that lets "
+            "only one of them count",
+            ranks_of,
+        )
+
+
+def _of_uses(e: PartEvidence, found: UseFit) -> str:
+    """Which uses of a parameter a gradient lacks, or has too often; "" for none."""
+    counts = [one[0] if max(one) - min(one) < NEAR else None for one in found.of_parts]
+    number = len(counts)
+
+    def named(index: int) -> str:
+        # A layer that runs several times has all of its uses in one line.
+        line = f", {found.lines[index]}," if len(set(found.lines)) > 1 else ""
+        return f"that of use {index + 1} of {number}{line}"
+
+    lost = [i for i, n in enumerate(counts) if n is not None and abs(n) < NEAR]
+    kept = [i for i, n in enumerate(counts) if n is not None and is_near(n, 1.0, NEAR)]
+    if len(lost) + len(kept) == number and lost and kept:
+        if len(kept) == 1 < len(lost):
+            return f"only {named(kept[0])} is in it"
+        return f"it lacks {listed(map(named, lost), 3)}".removesuffix(",")
+    words = []
+    for index, one in enumerate(found.of_parts):
+        if counts[index] is not None and index not in kept:
+            words.append(f"it has {named(index)} {one[0]:.4g} times")
+        elif counts[index] is None and len(one) == len(e.parts):
+            of_use = describe_parts(one, e.weights, e.names_of_parts)
+            words += [f"of {named(index)}, {of_use}"] if of_use else []
+    return "; ".join(words)
 
 
 def _is_partly_reduced(e: PartEvidence) -> bool:
@@ -458,11 +558,32 @@ def explain_rows(e: PartEvidence) -> Iterator[str]:
         if all(of_rank.is_first for of_rank in found.values()):
             why = "It is the first row of each shard: indices of other shards that are set to 0 "
             why += "read it. Mask what they read where autograd sees the mask"
+        elif all(of_rank.times for of_rank in found.values()):
+            often = listed([f"{n} (row {row})" for row, n in zip(one.rows, one.times)], 3)
+            why = f"These rows are too large by a factor of their own: {often}"
+            if one.counted:
+                why += f", the number of times that its index is in {one.counted}. On one process "
+                why += "a row is divided by that (scale_grad_by_freq)"
+        elif parts := _parts_of_rows(e, found):
+            why = f"In these rows {parts}. Add up what several ranks have for one row"
         yield Explained(
             f"the gradient of {name} differs only in {_rows(rows)} of {one.number}{how}, "
             f"{name_ranks(found, e.runs, holders)}. {why}",
             [name],
         )
+
+
+def _parts_of_rows(e: PartEvidence, found: Mapping[int, WrongRows]) -> str:
+    """Which parts of the batch are missing in wrong rows, on each rank; "" if that is unknown."""
+    words: dict[str, list[int]] = defaultdict(list)
+    for rank, one in found.items():
+        shares = one.shares if len(one.shares) == len(e.parts) else ()
+        words[describe_parts(shares, e.weights, e.names_of_parts) if shares else ""].append(rank)
+    if "" in words:
+        return ""
+    if len(words) == 1:
+        return next(iter(words))
+    return listed([f"{what}, {name_ranks(own, e.runs, found)}" for what, own in words.items()])
 
 
 def explain_logarithm(e: PartEvidence) -> Iterator[str]:
@@ -504,6 +625,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_microbatches, explain_previous),
     (explain_step_of_local_gradients,),
     (explain_parts,),
+    (explain_uses,),
     (explain_logarithm,),
     (explain_loss_of_code,),
     (explain_lost,),

@@ -355,7 +355,7 @@ class Judging:
         for run in self.runs:
             by_part.setdefault(run.parts[step - 1], []).append(run.rank)
         files = [trace.file for trace in traces]
-        wrong, most = evidence.failed("gradient"), -1
+        wrong, most, best = evidence.failed("gradient"), -1, None
         # A fit of each microbatch has more unknowns, and may be impossible.
         for count in {1: None, evidence.num_microbatches: None}:
             if not (all(files) and wrong) or 2 * most > len(wrong):
@@ -364,6 +364,7 @@ class Judging:
             number = 0 if parts is None else sum(map(parts.explains, wrong))
             if parts is not None and number > most:
                 most, evidence.shares, evidence.rows = number, parts.fits, parts.rows
+                best = parts.explains
                 evidence.previous = parts.previous
                 evidence.mixed = parts.mixed or evidence.mixed
                 evidence.weights, evidence.counts = parts.weights, parts.counts
@@ -372,6 +373,11 @@ class Judging:
                     for ranks in by_part.values()
                     for index in range(count)
                 ]
+        if all(files) and (left := [name for name in wrong if best is None or not best(name)]):
+            on_rank = "titanlite.tools.verify.program.uses:find_uses"
+            what = self.packed, self.folder, step, files, left
+            with contextlib.suppress(RankError):
+                evidence.uses = self.pools.alone(on_rank, *what)
         if any(map(evidence.failed, ("loss", "gradient"))) and traces:
             self._watch(evidence, step)
         if evidence.failed("weight"):

@@ -1,0 +1,171 @@
+"""On one process: what each use of a parameter adds to its gradient.
+
+A weight that is tied, or of a layer that runs several times, has the sum over its uses as gradient.
+Each operator that reads it gets a view of its own, whose gradient is that of this use.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from titanlite import pickles
+from titanlite.ranks.world import World
+from titanlite.tools.verify.events import FOREIGN, line_of_caller
+from titanlite.tools.verify.program.building import build, clean_up, in_dtype
+from titanlite.tools.verify.program.reference import load_parts
+from titanlite.tools.verify.program.request import Request
+from titanlite.tools.verify.record import LEFT, Shares, UseFit
+from titanlite.tools.verify.step_files import load
+from titanlite.tools.verify.tracing import fit, residual
+
+# Methods of a tensor for which a view is none, and the properties that give one.
+OWN = ("register_", "requires_grad", "detach", "backward", "retain_grad")
+VIEWS = ("T", "mT", "H", "mH")
+# What else a gradient has, such as of a custom autograd function, is a use if it is larger.
+LEAST = 1e-9
+ELSEWHERE = "in an autograd function"
+
+
+class Uses(TorchFunctionMode):
+    """Inside, `lines` and `gradients` get each use of these parameters, in forward order."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.names = {id(one): name for name, one in parameters.items()}
+        self.lines: dict[str, list[str]] = defaultdict(list)
+        self.gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "__get__":
+            reads = getattr(func.__self__, "__name__", "") in VIEWS
+        else:
+            reads = not name.startswith(OWN) and name != "__set__"
+        if reads and torch.is_grad_enabled():
+            args, kwargs = tree_map(self._view, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _view(self, leaf: Any) -> Any:
+        name = self.names.get(id(leaf))
+        if name is None or not leaf.requires_grad:
+            return leaf
+        own, place = leaf.view_as(leaf), len(self.lines[name])
+        self.lines[name].append(line_of_caller(FOREIGN))
+        found = self.gradients[name]
+
+        def keep(gradient: Tensor) -> None:
+            found[place] = found.get(place, 0) + gradient.detach()
+
+        own.register_hook(keep)
+        return own
+
+
+def find_uses(
+    world: World, packed: bytes, folder: str, step: int, files: Sequence[str], names: Sequence[str]
+) -> dict[int, dict[str, UseFit]]:
+    """For each rank the wrong gradients `names` that are sums of those of single uses.
+
+    `files` are those of the ranks (code_trace.py).
+    """
+    request: Request = pickles.loads(packed)
+    saved, parts = load_parts(files)
+    try:
+        with in_dtype(request.dtype):
+            return dict(_fits(request, folder, step, saved, parts, names))
+    finally:
+        clean_up()
+
+
+def _fits(
+    request: Request,
+    folder: str,
+    step: int,
+    saved: Sequence[Mapping[str, Any]],
+    parts: Sequence[Any],
+    names: Sequence[str],
+) -> Iterator[tuple[int, dict[str, UseFit]]]:
+    lines, of_uses = _contributions(request, load(folder, step - 1)["weights"], parts, names)
+    known = load(folder, step)["gradients"]
+    of_whole: Shares = ()
+    for name, uses in of_uses.items():
+        totals = [sum(of_part) for of_part in zip(*uses, strict=True)]
+        whole = fit(totals, known[name].flatten(), known[name].flatten())
+        if whole is not None and whole[1] < LEFT and all(whole[0]):
+            of_whole = whole[0]
+            break
+    for file in saved if of_whole else ():
+        found: dict[str, UseFit] = {}
+        # Large ones first: they say of which uses smaller ones are sums.
+        for name in sorted(of_uses, key=lambda name: -known[name].numel()):
+            if name not in file["gradients"]:
+                continue
+            own, elements = file["gradients"][name]
+            uses, right = of_uses[name], known[name].flatten()[elements]
+            each = [[part[elements] for part in of_use] for of_use in uses]
+            whole = [
+                sum(w * part for w, part in zip(of_whole, of_use, strict=True)) for of_use in each
+            ]
+            flat = [part * w for of_use in each for w, part in zip(of_whole, of_use, strict=True)]
+            for summed, number in ((whole, 1), (flat, len(parts))):
+                counts = _counts(summed, own, right, [one.counts for one in found.values()])
+                if counts is not None:
+                    rows = tuple(counts[i : i + number] for i in range(0, len(counts), number))
+                    found[name] = UseFit(tuple(lines[name]), counts, rows)
+                    break
+        yield file["rank"], found
+
+
+def _counts(
+    parts: Sequence[Tensor], own: Tensor, right: Tensor, known: Sequence[Shares]
+) -> Shares | None:
+    """How often each of the parts is in a gradient, or as often as in another one; or None."""
+    found = fit(parts, own, right)
+    if found is not None:
+        return found[0] if found[1] < LEFT else None
+    for counts in known:
+        if len(counts) == len(parts) and residual(parts, counts, own, right) < LEFT:
+            return counts
+    return None
+
+
+def _contributions(
+    request: Request, weights: Mapping[str, Tensor], parts: Sequence[Any], names: Sequence[str]
+) -> tuple[dict[str, list[str]], dict[str, list[list[Tensor]]]]:
+    """Parameter -> the lines of its uses, and of each use the gradient of each part of the batch.
+
+    Only those that are used several times, in the same lines for each part.
+    """
+    built = build(request, None, is_reference=True)
+    every: list[dict[str, dict[str, Tensor]]] = []
+    with built.parameters() as parameters:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
+        for part in parts:
+            built.modules[0].zero_grad(set_to_none=True)
+            with Uses({name: parameters[name] for name in names if name in parameters}) as uses:
+                built.run_step(part)
+            of_part: dict[str, dict[str, Tensor]] = {}
+            for name, found in uses.gradients.items():
+                gradients = {i: one.flatten() for i, one in found.items()}
+                total = parameters[name].grad
+                assert total is not None
+                rest = total.flatten() - sum(gradients.values())
+                own = {f"{i} {uses.lines[name][i]}": gradients[i] for i in sorted(gradients)}
+                if rest.abs().max() > LEAST * total.abs().max():
+                    own[f"- {ELSEWHERE}"] = rest
+                of_part[name] = own
+            every.append(of_part)
+    lines, of_uses = {}, {}
+    for name, first in every[0].items():
+        if len(first) > 1 and all(list(one.get(name, ())) == list(first) for one in every):
+            lines[name] = [key.partition(" ")[2] for key in first]
+            of_uses[name] = [[one[name][key] for one in every] for key in first]
+    return lines, of_uses
