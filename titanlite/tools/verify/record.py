@@ -272,6 +272,10 @@ class ModuleOutput:
     wrong_calls: tuple[int, ...]
     shape: str = ""
     """Its shape and the reference's, if it cannot be a part of the reference's output."""
+    of_others: tuple[str, ...] = ()
+    """The modules of its kind, such as experts, that receive its values on one process."""
+    cut: str = ""
+    """Its shape and the reference's, if each microbatch has a chunk that is not of the batch."""
     is_other: bool = False
     """Whether it differs, but what is computed from it agrees: a Partial that is reduced later."""
     elsewhere: str = ""
@@ -308,6 +312,8 @@ class ModuleOutput:
     """Whether it has more than its part of the reference's, of other code: padding."""
     is_part: bool = False
     """Whether it is compared with a part of the reference's, of other code."""
+    cut_dims: tuple[int, ...] = ()
+    """The dimensions that are shorter than the reference's."""
     biases: float | None = None
     """How often the output contains the module's bias, if nothing else is wrong with it."""
 

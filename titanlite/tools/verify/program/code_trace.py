@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +135,14 @@ class CodeTracer(Tracer):
             part, most = chosen[0](known[0]), self.tolerance * known[0].abs().max().item()
             output.places = wrong_places(calls[0], part, most)
         number = len(calls) if len(known) == 1 else 1
+        if number > 1 and wrong and self.where is not None:
+            own, whole = calls[0].shape, known[0].shape
+            is_cut = own[0] * number == whole[0] and output.cut_dims == (0,)
+            if is_cut and whole[0] % self.where.num_rows:
+                output.cut = f"{list(own)}, {list(whole)} on one process"
         output.is_part = calls[0].numel() * number < known[0].numel()
+        sizes_of_dims = enumerate(zip(calls[0].shape, known[0].shape, strict=False))
+        output.cut_dims = tuple(dim for dim, (own, size) in sizes_of_dims if own < size)
         return output, chosen
 
     def _of_other_columns(self, call: Tensor, whole: Tensor) -> str:
@@ -151,10 +159,21 @@ class CodeTracer(Tracer):
             return ""
         return f"positions {found[0] * own} to {found[0] * own + own - 1} of {columns}"
 
-    def look_closer(self, event: str, output: ModuleOutput, kept: Events, whole: Tensor) -> None:
+    def look_closer(
+        self, event: str, output: ModuleOutput, kept: Events, known: Mapping[str, list[Tensor]]
+    ) -> None:
         """Which indices a wrong tensor is wrong for, or whether its rows are those of others."""
-        own, (select,) = kept.first[event][-1], self.chosen[event]
-        part = select(whole)
+        own, (select,), whole = kept.first[event][-1], self.chosen[event], known[event][0]
+        part, kind = select(whole), re.sub(r"\d+", "", event)
+        if is_input(event) and own.is_floating_point() and own.ndim:
+            alike = {
+                e: t[0] for e, t in known.items() if re.sub(r"\d+", "", e) == kind and e != event
+            }
+            rows = [t.reshape(len(t), -1) for t in (own, whole, *alike.values())]
+            rows = [t for t in rows if t.size(1) == rows[0].size(1)]
+            most = self.tolerance * whole.abs().max().item()
+            if len(rows) > 2 and _find_rows(rows[0], torch.cat(rows[1:]), most) is not None:
+                output.of_others = tuple(map(module_of, alike))
         if own.shape != part.shape or own.ndim < 2 or not own.is_floating_point():
             return
         apart = (own - part).abs().amax(-1) > self.tolerance * whole.abs().max()

@@ -23,15 +23,7 @@ from titanlite.tools.verify.evidence import EXPLAINED, PADDING, Evidence, pooled
 from titanlite.tools.verify.gradients import explain_absent, explain_gradients, missing_sums
 from titanlite.tools.verify.inputs import explain_shards, explain_start
 from titanlite.tools.verify.passes import explain_forward, explain_loss, explain_recomputation
-from titanlite.tools.verify.record import (
-    LEFT,
-    CodeRun,
-    Fit,
-    Shares,
-    Update,
-    UseFit,
-    WrongRows,
-)
+from titanlite.tools.verify.record import LEFT, CodeRun, Fit, Shares, Update, UseFit, WrongRows
 from titanlite.tools.verify.shares import NEAR, describe_parts, sums_of_parts
 from titanlite.tools.verify.updates import (
     explain_buffers,
