@@ -67,9 +67,8 @@ class Evidence:
     @property
     def knows_loss(self) -> bool:
         """Whether some rank has a loss of that step to compare."""
-        runs = (run for run in self.runs if isinstance(run, record.CodeRun))
-        losses = [run.losses[self.step - 1] for run in runs if 0 < self.step <= len(run.losses)]
-        return not losses or any(loss is not None for loss in losses)
+        runs = [run for run in self.runs if isinstance(run, record.CodeRun)]
+        return not runs or any(run.losses[self.step - 1] is not None for run in runs)
 
     def describe_update(self) -> str:
         """What the optimizer's step does to the wrong weights, in a sentence; "" if unknown."""

@@ -48,7 +48,7 @@ def explain_gradients(e: Evidence) -> Iterator[str]:
     yield from by_rank
     if not by_rank:
         yield from missing_sums(e, wrong)
-    yield from _factors(e, wrong)
+    yield from explain_factors(e, wrong)
 
 
 def explain_absent(e: Evidence) -> Iterator[str]:
@@ -262,7 +262,7 @@ def _factor_of(e: Evidence, name: str) -> float | None:
     return factor if parts and left < EXPLAINED else None
 
 
-def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
+def explain_factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
     """Gradients that differ from the reference's by a factor, grouped by that factor."""
     groups: dict[float, list[str]] = defaultdict(list)
     for name in wrong:

@@ -113,8 +113,6 @@ class RankRun:
     """Sentences about what does not match the job's settings, even if no number differs."""
     styles: dict[str, str] = field(default_factory=dict, kw_only=True)
     """Parameter -> the class of its style in the tensor-parallel plan."""
-    unsynchronized: tuple[str, ...] = ()
-    """Parameters of FSDP2 modules whose gradient synchronization is off at the optimizer step."""
     resume_problems: tuple[str, ...] = ()
     """Sentences about what is wrong with a run that resumes from this run's checkpoint."""
     reloaded: RankStep | None = None
@@ -123,6 +121,8 @@ class RankRun:
     """The same for one process that has loaded the plan's checkpoint; only in rank 0's run."""
     traffic: Traffic = field(default_factory=Traffic)
     """What the rank sent and read in one step, unless that was compiled."""
+    unsynchronized: tuple[str, ...] = ()
+    """Parameters of FSDP2 modules whose gradient synchronization is off at the optimizer step."""
 
 
 @dataclass
@@ -425,15 +425,15 @@ class CodeRun(RankRun):
 class PartFits:
     """Wrong gradients as weighted sums of the gradients of the ranks' parts of the batch."""
 
-    fits: dict[int, dict[str, Fit]]
+    fits: dict[int, dict[str, Fit]] = field(default_factory=dict)
     """Rank -> gradient -> these sums, relative to the reference's own."""
-    weights: Shares
+    weights: Shares = ()
     """Each part's share of the whole mean."""
-    counts: dict[str, Shares]
+    counts: dict[str, Shares] = field(default_factory=dict)
     """What else parts may be weighted by."""
-    rows: dict[int, dict[str, WrongRows]]
+    rows: dict[int, dict[str, WrongRows]] = field(default_factory=dict)
     """Rank -> gradient -> the few rows that differ, if the others agree."""
-    previous: dict[str, float]
+    previous: dict[str, float] = field(default_factory=dict)
     """Gradient -> how often it also contains that of the step before, on every rank."""
     mixed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Gradient -> the other parameters whose gradients it contains."""
@@ -449,9 +449,8 @@ class UseFit(NamedTuple):
 
     lines: tuple[str, ...]
     """Where the uses are, in forward order."""
-    counts: Shares
-    of_parts: tuple[Shares, ...]
-    """For each use how often each part of the batch is in it, or one number for all."""
+    counts: tuple[Shares, ...]
+    """For each use how often each part of the batch is there, or one number for all."""
 
 
 class WrongRows(NamedTuple):
@@ -491,7 +490,7 @@ class Update(NamedTuple):
     scale: float | None = None
     """How often its change is in this one, if what is left is a multiple of the weight, its decay.
     """
-    count: int | None = None
+    adam_step: int | None = None
     """The step of Adam whose bias correction gives that scale."""
 
 

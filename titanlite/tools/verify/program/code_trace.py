@@ -135,14 +135,13 @@ class CodeTracer(Tracer):
             part, most = chosen[0](known[0]), self.tolerance * known[0].abs().max().item()
             output.places = wrong_places(calls[0], part, most)
         number = len(calls) if len(known) == 1 else 1
-        if number > 1 and wrong and self.where is not None:
-            own, whole = calls[0].shape, known[0].shape
-            is_cut = own[0] * number == whole[0] and output.cut_dims == (0,)
-            if is_cut and whole[0] % self.where.num_rows:
-                output.cut = f"{list(own)}, {list(whole)} on one process"
         output.is_part = calls[0].numel() * number < known[0].numel()
-        sizes_of_dims = enumerate(zip(calls[0].shape, known[0].shape, strict=False))
+        shape, every = calls[0].shape, known[0].shape
+        sizes_of_dims = enumerate(zip(shape, every, strict=False))
         output.cut_dims = tuple(dim for dim, (own, size) in sizes_of_dims if own < size)
+        is_cut = number > 1 and output.cut_dims == (0,) and shape[0] * number == every[0]
+        if is_cut and wrong and self.where is not None and every[0] % self.where.num_rows:
+            output.cut = f"{list(shape)}, {list(every)} on one process"
         return output, chosen
 
     def _of_other_columns(self, call: Tensor, whole: Tensor) -> str:
@@ -164,16 +163,9 @@ class CodeTracer(Tracer):
     ) -> None:
         """Which indices a wrong tensor is wrong for, or whether its rows are those of others."""
         own, (select,), whole = kept.first[event][-1], self.chosen[event], known[event][0]
-        part, kind = select(whole), re.sub(r"\d+", "", event)
+        part = select(whole)
         if is_input(event) and own.is_floating_point() and own.ndim:
-            alike = {
-                e: t[0] for e, t in known.items() if re.sub(r"\d+", "", e) == kind and e != event
-            }
-            rows = [t.reshape(len(t), -1) for t in (own, whole, *alike.values())]
-            rows = [t for t in rows if t.size(1) == rows[0].size(1)]
-            most = self.tolerance * whole.abs().max().item()
-            if len(rows) > 2 and _find_rows(rows[0], torch.cat(rows[1:]), most) is not None:
-                output.of_others = tuple(map(module_of, alike))
+            output.of_others = self._others(event, own, known)
         if own.shape != part.shape or own.ndim < 2 or not own.is_floating_point():
             return
         apart = (own - part).abs().amax(-1) > self.tolerance * whole.abs().max()
@@ -194,6 +186,29 @@ class CodeTracer(Tracer):
             if _find_rows(unit[0], unit[1], self.tolerance) is not None:
                 difference = agreement(unit[0], unit[2], unit[1]).difference
                 output.has_other_rows = difference > self.tolerance
+
+    def _others(
+        self, event: str, own: Tensor, known: Mapping[str, list[Tensor]]
+    ) -> tuple[str, ...]:
+        """The modules of one kind, such as experts, among which a tensor's rows are dealt out."""
+        kind, width = re.sub(r"\d+", "", event), own.size(-1) if own.ndim > 1 else 1
+        rows = {
+            other: calls[0].reshape(-1, width)
+            for other, calls in known.items()
+            if re.sub(r"\d+", "", other) == kind and calls[0].shape[1:] == own.shape[1:]
+        }
+        if len(rows) < 2:
+            return ()
+        every = torch.cat(list(rows.values()))
+        most = self.tolerance * every.abs().max().item()
+        if (found := _find_rows(own.reshape(-1, width), every, most)) is None:
+            return ()
+        numbers = torch.arange(len(rows)).repeat_interleave(
+            torch.tensor([len(one) for one in rows.values()])
+        )
+        used = {list(rows)[number] for number in numbers[found[found >= 0]].tolist()}
+        # All of one other module is that module's input.
+        return tuple(sorted(map(module_of, used - {event}))) if len(used) > 1 else ()
 
     def ways(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Iterator[Select]:
         """The parts of `whole` that have the shape of `call`, a microbatch (index, count)."""

@@ -20,10 +20,15 @@ from titanlite.tools.verify.dataflow import (
 )
 from titanlite.tools.verify.diagnose import diagnose
 from titanlite.tools.verify.evidence import EXPLAINED, PADDING, Evidence, pooled, ranks_of, worst
-from titanlite.tools.verify.gradients import explain_absent, explain_gradients, missing_sums
+from titanlite.tools.verify.gradients import (
+    explain_absent,
+    explain_factors,
+    explain_gradients,
+    missing_sums,
+)
 from titanlite.tools.verify.inputs import explain_shards, explain_start
 from titanlite.tools.verify.passes import explain_forward, explain_loss, explain_recomputation
-from titanlite.tools.verify.record import LEFT, CodeRun, Fit, Shares, Update, UseFit, WrongRows
+from titanlite.tools.verify.record import LEFT, CodeRun, PartFits, Update, UseFit, WrongRows
 from titanlite.tools.verify.shares import NEAR, describe_parts, sums_of_parts
 from titanlite.tools.verify.updates import (
     explain_buffers,
@@ -48,12 +53,8 @@ from titanlite.tools.verify.wording import (
 class PartEvidence(Evidence):
     """All measurements of parallel code that differs from its reference."""
 
-    shares: Mapping[int, Mapping[str, Fit]] = field(default_factory=dict)
-    """Rank -> gradient -> it as a sum of those of the parts, relative to the reference's."""
-    weights: Shares = ()
-    """Each part's share of the whole mean."""
-    counts: Mapping[str, Shares] = field(default_factory=dict)
-    """Tensor of the batch -> the number of its elements in each part."""
+    fits: PartFits = field(default_factory=PartFits)
+    """The wrong gradients as sums of those of the parts."""
     parts: Sequence[tuple[Sequence[int], int | None]] = ()
     """For each part of the batch, the ranks that have it, and the number of the microbatch."""
     tied: Sequence[Sequence[str]] = ()
@@ -65,12 +66,6 @@ class PartEvidence(Evidence):
     """The weights that the reference itself changes before its forward pass."""
     accumulated: Mapping[str, int] = field(default_factory=dict)
     """Parameter -> how often a backward pass adds to its gradient in the reference."""
-    mixed: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Gradient -> the other parameters whose gradients it contains."""
-    rows: Mapping[int, Mapping[str, WrongRows]] = field(default_factory=dict)
-    """Rank -> gradient -> the few rows of it that differ."""
-    previous: Mapping[str, float] = field(default_factory=dict)
-    """Gradient -> how often it also contains that of the step before."""
     uses: Mapping[int, Mapping[str, UseFit]] = field(default_factory=dict)
     """Rank -> gradient -> it as a sum of those of the single uses of its parameter."""
     updates: Mapping[int, Mapping[str, Update]] = field(default_factory=dict)
@@ -150,7 +145,7 @@ class PartEvidence(Evidence):
             return self._describe_scales()
         if is_near(factor, 1.0):
             return ""
-        same = self.factor(factor)
+        same = self.factor(factor) or self._root(factor)
         return (
             f"The change of these weights is {factor:.6g} times that on one process"
             f"{f' ({factor:.6g} is {same})' if same else ''}: look at the "
@@ -158,20 +153,19 @@ class PartEvidence(Evidence):
         )
 
     def _describe_scales(self) -> str:
-        """How large the updates are, beside weight decay, by weight; "" unless that explains all."""
+        """How large the updates are, beside weight decay; "" unless that explains all of them."""
         groups: dict[tuple[float, int | None], dict[str, None]] = defaultdict(dict)
         for of_rank in self.updates.values():
             for name, one in of_rank.items():
                 if one.scale is None or is_near(one.scale, 1.0, 1e-3):
                     return ""
-                key = round(one.scale, 4), one.count
-                groups[key][name] = None
+                groups[round(one.scale, 4), one.adam_step][name] = None
         shown = []
-        for (scale, count), names in groups.items():
+        for (scale, adam_step), names in groups.items():
             same = self.factor(scale) or self._root(scale)
             why = f" ({scale:g} is {same})" * bool(same)
-            if count is not None:
-                why = f", as by Adam's bias correction of step {count}: see how often the "
+            if adam_step is not None:
+                why = f", as by Adam's bias correction of step {adam_step}: see how often the "
                 why += "optimizer counts a step"
             elif "square root" in same:
                 why += ": see whether a scale is taken from the size of a rank's shard"
@@ -332,14 +326,13 @@ def explain_frozen(e: PartEvidence) -> Iterator[str]:
 
 def explain_mixed(e: PartEvidence) -> Iterator[str]:
     """Gradients that contain those of other parameters."""
-    names = [name for name in e.failed("gradient") if name in e.mixed]
-    if names:
-        first = names[0]
+    if names := [name for name in e.failed("gradient") if name in e.fits.mixed]:
+        first, others = names[0], listed(e.fits.mixed[names[0]], 3)
         many = f", and likewise {len(names) - 1} more" * (len(names) > 1)
         yield Explained(
-            f"the gradient of {first} contains that of {listed(e.mixed[first], 3)}{many}: ranks "
-            "add up gradients of different parameters. Look at the order of parameters on each "
-            "rank (in a bucket, of stages)",
+            f"the gradient of {first} contains that of {others}{many}: ranks add up gradients of "
+            "different parameters. Look at the order of parameters on each rank (in a bucket, of "
+            "stages)",
             names,
         )
 
@@ -362,14 +355,7 @@ def explain_lost(e: PartEvidence) -> Iterator[str]:
     if any(own and not any(one.digest for one in own) for own in parts.values()):
         yield from explain_absent(e)
     zero = [n for n, own in parts.items() if own and all(p.bb and not p.aa for p in own)]
-    if zero:
-        who = name_parameters(zero, e.runs, "gradient")
-        yield Explained(
-            f"{who} {be(who)} zero, but not on one process: the backward pass stops before these "
-            "parameters, or something sets their gradients to zero after it. Look for a detached "
-            "tensor in the forward pass",
-            zero,
-        )
+    yield from explain_factors(e, zero)
 
 
 def explain_parts(e: PartEvidence) -> Iterator[str]:
@@ -383,9 +369,9 @@ def explain_parts(e: PartEvidence) -> Iterator[str]:
     yield from sums_of_parts(
         e.runs,
         wrong,
-        e.shares,
+        e.fits.fits,
         lambda shares: describe_parts(
-            shares, e.weights, names, e.counts, of_loss=bool(e.failed("loss"))
+            shares, e.fits.weights, names, e.fits.counts, of_loss=bool(e.failed("loss"))
         ),
         f"over {kind}",
     )
@@ -404,22 +390,22 @@ def explain_uses(e: PartEvidence) -> Iterator[str]:
             for rank, what in words.items():
                 groups[what][name] += [rank]
     groups.pop("", None)
-    for what, ranks_of in groups.items():
-        who = name_parameters(list(ranks_of), e.runs, "gradient")
-        ranks = sorted({rank for ranks in ranks_of.values() for rank in ranks})
-        holders = [r.rank for r in e.runs if ranks_of.keys() & r.steps[e.step].gradients.keys()]
+    for what, names in groups.items():
+        who = name_parameters(list(names), e.runs, "gradient")
+        ranks = sorted({rank for ranks in names.values() for rank in ranks})
+        holders = [run.rank for run in e.runs if names.keys() & run.steps[e.step].gradients.keys()]
         yield Explained(
             f"{who}, {'which is' if be(who) == 'is' else 'each'} a sum over the uses of its "
             f"weight, {agree(who, 'are')} wrong, {name_ranks(ranks, e.runs, holders)}: {what}. "
             "Each use has to add to the gradient: look for code that assigns it, or that lets "
             "only one of them count",
-            ranks_of,
+            names,
         )
 
 
 def _of_uses(e: PartEvidence, found: UseFit) -> str:
     """Which uses of a parameter a gradient lacks, or has too often; "" for none."""
-    counts = [one[0] if max(one) - min(one) < NEAR else None for one in found.of_parts]
+    counts = [one[0] if max(one) - min(one) < NEAR else None for one in found.counts]
     number = len(counts)
 
     def named(index: int) -> str:
@@ -431,21 +417,21 @@ def _of_uses(e: PartEvidence, found: UseFit) -> str:
     kept = [i for i, n in enumerate(counts) if n is not None and is_near(n, 1.0, NEAR)]
     if len(lost) + len(kept) == number and lost and kept:
         if len(kept) == 1 < len(lost):
-            return f"only {named(kept[0])} is in it"
-        return f"it lacks {listed(map(named, lost), 3)}".removesuffix(",")
+            return f"only {named(kept[0])} is there"
+        return f"{listed(map(named, lost), 3)} is missing"
     words = []
-    for index, one in enumerate(found.of_parts):
+    for index, one in enumerate(found.counts):
         if counts[index] is not None and index not in kept:
-            words.append(f"it has {named(index)} {one[0]:.4g} times")
+            words += [f"{named(index)} counts {one[0]:.4g} times"]
         elif counts[index] is None and len(one) == len(e.parts):
-            of_use = describe_parts(one, e.weights, e.names_of_parts)
-            words += [f"of {named(index)}, {of_use}"] if of_use else []
+            of_use = describe_parts(one, e.fits.weights, e.names_of_parts)
+            words += [f"of {named(index)} {of_use}"] if of_use else []
     return "; ".join(words)
 
 
 def _is_partly_reduced(e: PartEvidence) -> bool:
     """Whether some microbatches of other ranks count, and some do not."""
-    for rank, of_rank in e.shares.items():
+    for rank, of_rank in e.fits.fits.items():
         others = [number for number, (ranks, _) in enumerate(e.parts) if rank not in ranks]
         for shares, left in of_rank.values():
             seen = {abs(shares[number]) > NEAR for number in others}
@@ -481,9 +467,9 @@ def explain_accumulated(e: PartEvidence) -> Iterator[str]:
 
 def explain_previous(e: PartEvidence) -> Iterator[str]:
     """Gradients of the step before that are still there."""
-    if names := [name for name in e.failed("gradient") if name in e.previous]:
+    if names := [name for name in e.failed("gradient") if name in e.fits.previous]:
         who = name_parameters(names, e.runs, "gradient")
-        often = {e.previous[name] for name in names}
+        often = {e.fits.previous[name] for name in names}
         times = f" {often.pop():g} times" if len(often) == 1 else ""
         yield Explained(
             f"{who} {'contains' if be(who) == 'is' else 'contain'}{times} what they were in step "
@@ -527,9 +513,9 @@ def explain_clipped(e: PartEvidence) -> Iterator[str]:
 def explain_rows(e: PartEvidence) -> Iterator[str]:
     """Gradients of which only a few rows differ."""
     wrong = e.failed("gradient")
-    if any(not any(name in of_rank for of_rank in e.rows.values()) for name in wrong):
+    if any(not any(name in of_rank for of_rank in e.fits.rows.values()) for name in wrong):
         return
-    every = [of_rank[name] for of_rank in e.rows.values() for name in wrong if name in of_rank]
+    every = [of_rank[name] for of_rank in e.fits.rows.values() for name in wrong if name in of_rank]
     if every and not any(one.rows for one in every):
         who = name_parameters(wrong, e.runs, "gradient")
         yield Explained(
@@ -539,7 +525,7 @@ def explain_rows(e: PartEvidence) -> Iterator[str]:
         )
         return
     for name in wrong:
-        found = {rank: of_rank[name] for rank, of_rank in e.rows.items() if name in of_rank}
+        found = {rank: of_rank[name] for rank, of_rank in e.fits.rows.items() if name in of_rank}
         one = next(iter(found.values()))
         holders = [run.rank for run in e.runs if name in run.steps[e.step].gradients]
         how = ", which is zero there, but not on one process" * one.is_zero
@@ -551,11 +537,11 @@ def explain_rows(e: PartEvidence) -> Iterator[str]:
             why = "It is the first row of each shard: indices of other shards that are set to 0 "
             why += "read it. Mask what they read where autograd sees the mask"
         elif all(of_rank.times for of_rank in found.values()):
-            often = listed([f"{n} (row {row})" for row, n in zip(one.rows, one.times)], 3)
+            times = zip(one.rows, one.times, strict=True)
+            often = listed([f"{number} (row {row})" for row, number in times], 3)
             why = f"These rows are too large by a factor of their own: {often}"
             if one.counted:
-                why += f", the number of times that its index is in {one.counted}. On one process "
-                why += "a row is divided by that (scale_grad_by_freq)"
+                why += f", how often its index is in {one.counted} (see scale_grad_by_freq)"
         elif parts := _parts_of_rows(e, found):
             why = f"In these rows {parts}. Add up what several ranks have for one row"
         yield Explained(
@@ -569,8 +555,9 @@ def _parts_of_rows(e: PartEvidence, found: Mapping[int, WrongRows]) -> str:
     """Which parts of the batch are missing in wrong rows, on each rank; "" if that is unknown."""
     words: dict[str, list[int]] = defaultdict(list)
     for rank, one in found.items():
-        shares = one.shares if len(one.shares) == len(e.parts) else ()
-        words[describe_parts(shares, e.weights, e.names_of_parts) if shares else ""].append(rank)
+        is_known = len(one.shares) == len(e.parts)
+        what = describe_parts(one.shares, e.fits.weights, e.names_of_parts) if is_known else ""
+        words[what].append(rank)
     if "" in words:
         return ""
     if len(words) == 1:

@@ -355,7 +355,7 @@ class Judging:
         for run in self.runs:
             by_part.setdefault(run.parts[step - 1], []).append(run.rank)
         files = [trace.file for trace in traces]
-        wrong, most, best = evidence.failed("gradient"), -1, None
+        wrong, most = evidence.failed("gradient"), -1
         # A fit of each microbatch has more unknowns, and may be impossible.
         for count in {1: None, evidence.num_microbatches: None}:
             if not (all(files) and wrong) or 2 * most > len(wrong):
@@ -363,17 +363,14 @@ class Judging:
             parts = self._find_shares(step, files, count)
             number = 0 if parts is None else sum(map(parts.explains, wrong))
             if parts is not None and number > most:
-                most, evidence.shares, evidence.rows = number, parts.fits, parts.rows
-                best = parts.explains
-                evidence.previous = parts.previous
-                evidence.mixed = parts.mixed or evidence.mixed
-                evidence.weights, evidence.counts = parts.weights, parts.counts
+                parts.mixed = parts.mixed or evidence.fits.mixed
+                most, evidence.fits = number, parts
                 evidence.parts = [
                     (ranks, index if count > 1 else None)
                     for ranks in by_part.values()
                     for index in range(count)
                 ]
-        if all(files) and (left := [name for name in wrong if best is None or not best(name)]):
+        if all(files) and (left := [name for name in wrong if not evidence.fits.explains(name)]):
             on_rank = "titanlite.tools.verify.program.uses:find_uses"
             what = self.packed, self.folder, step, files, left
             with contextlib.suppress(RankError):

@@ -263,18 +263,23 @@ def _wrong_rows(
         rows, all_rows = (some // whole[0].numel() for some in (elements[is_wrong], elements))
         rows, all_rows, of_row = rows.unique(), all_rows.unique(), all_rows
         times = _times(own, right, of_row, rows)
-        if times or len(rows) <= len(all_rows) // 4:
+        is_in = torch.isin(of_row, rows)
+        parts = [part[elements[is_in]] for part in of_parts.get(name, ())]
+        summed = fit(parts, own[is_in], right[is_in]) if len(parts) == len(of_whole) > 1 else None
+        shares = () if summed is None or summed[1] > LEFT else summed[0]
+        if times or shares or len(rows) <= len(all_rows) // 4:
             is_first = len(all_rows) < whole.size(0) and torch.equal(rows, all_rows[:1])
-            one = WrongRows(tuple(rows.tolist()), whole.size(0), zeros[0], zeros[1], is_first)
-            is_in = torch.isin(of_row, rows)
-            parts = [part[elements[is_in]] for part in of_parts.get(name, ())]
-            summed = fit(parts, own[is_in], right[is_in]) if len(parts) == len(of_whole) else None
-            shares = () if summed is None or summed[1] > LEFT else summed[0]
             relative = tuple(a / b for a, b in zip(shares, of_whole, strict=False))
-            counted = _counted(batch, one.rows, times)
-            found[name] = one._replace(times=times, counted=counted, shares=relative)
+            numbers = tuple(rows.tolist())
+            counted = _counted(batch, numbers, times)
+            found[name] = WrongRows(
+                *(numbers, whole.size(0), zeros[0], zeros[1], is_first),
+                times=times,
+                counted=counted,
+                shares=relative,
+            )
         elif right.any() and zeros[1]:
-            found[name] = WrongRows((), int(is_wrong.sum()), *zeros)
+            found[name] = WrongRows((), int(is_wrong.sum()), zeros[0], zeros[1])
     return found
 
 
@@ -295,9 +300,9 @@ def _times(own: Tensor, right: Tensor, of_row: Tensor, rows: Tensor) -> tuple[in
 def _counted(batch: Any, rows: Sequence[int], times: Sequence[int]) -> str:
     """The tensor of the batch in which each row's index occurs so many times; or ""."""
     for path, leaf in tree_flatten_with_path(batch)[0] if times else ():
-        if isinstance(leaf, Tensor) and not leaf.is_floating_point():
-            if [int((leaf == row).sum()) for row in rows] == list(times):
-                return keystr(path) or "the batch"
+        is_index = isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        if is_index and [int((leaf == row).sum()) for row in rows] == list(times):
+            return keystr(path) or "the batch"
     return ""
 
 

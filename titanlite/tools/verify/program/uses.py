@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,6 +67,13 @@ class Uses(TorchFunctionMode):
         own.register_hook(keep)
         return own
 
+    def of(self, name: str, total: Tensor) -> dict[str, Tensor]:
+        """The flat gradients of the uses of a parameter with this gradient, by place and line."""
+        found = {f"{i} {self.lines[name][i]}": g for i, g in sorted(self.gradients[name].items())}
+        rest = total - sum(found.values())
+        found |= {f"- {ELSEWHERE}": rest} if rest.abs().max() > LEAST * total.abs().max() else {}
+        return {place: gradient.flatten() for place, gradient in found.items()}
+
 
 def find_uses(
     world: World, packed: bytes, folder: str, step: int, files: Sequence[str], names: Sequence[str]
@@ -93,33 +101,32 @@ def _fits(
 ) -> Iterator[tuple[int, dict[str, UseFit]]]:
     lines, of_uses = _contributions(request, load(folder, step - 1)["weights"], parts, names)
     known = load(folder, step)["gradients"]
-    of_whole: Shares = ()
-    for name, uses in of_uses.items():
-        totals = [sum(of_part) for of_part in zip(*uses, strict=True)]
-        whole = fit(totals, known[name].flatten(), known[name].flatten())
-        if whole is not None and whole[1] < LEFT and all(whole[0]):
-            of_whole = whole[0]
-            break
+    totals = {
+        n: [torch.stack(of_part).sum(0) for of_part in zip(*uses, strict=True)]
+        for n, uses in of_uses.items()
+    }
+    wholes = (
+        fit(one, known[name].flatten(), known[name].flatten()) for name, one in totals.items()
+    )
+    of_whole = next((one[0] for one in wholes if one and one[1] < LEFT and all(one[0])), ())
     for file in saved if of_whole else ():
-        found: dict[str, UseFit] = {}
+        fits: dict[str, UseFit] = {}
         # Large ones first: they say of which uses smaller ones are sums.
-        for name in sorted(of_uses, key=lambda name: -known[name].numel()):
-            if name not in file["gradients"]:
-                continue
+        some = sorted(of_uses.keys() & file["gradients"].keys(), key=lambda n: -known[n].numel())
+        for name in some:
             own, elements = file["gradients"][name]
-            uses, right = of_uses[name], known[name].flatten()[elements]
-            each = [[part[elements] for part in of_use] for of_use in uses]
-            whole = [
-                sum(w * part for w, part in zip(of_whole, of_use, strict=True)) for of_use in each
+            each = [
+                [w * part[elements] for w, part in zip(of_whole, of_use, strict=True)]
+                for of_use in of_uses[name]
             ]
-            flat = [part * w for of_use in each for w, part in zip(of_whole, of_use, strict=True)]
-            for summed, number in ((whole, 1), (flat, len(parts))):
-                counts = _counts(summed, own, right, [one.counts for one in found.values()])
-                if counts is not None:
-                    rows = tuple(counts[i : i + number] for i in range(0, len(counts), number))
-                    found[name] = UseFit(tuple(lines[name]), counts, rows)
+            for uses in ([[torch.stack(of_use).sum(0)] for of_use in each], each):
+                flat, right = [*chain(*uses)], known[name].flatten()[elements]
+                others = [tuple(chain(*one.counts)) for one in fits.values()]
+                if (counts := _counts(flat, own, right, others)) is not None:
+                    of_each = zip(*[iter(counts)] * len(uses[0]), strict=True)
+                    fits[name] = UseFit(tuple(lines[name]), tuple(of_each))
                     break
-        yield file["rank"], found
+        yield file["rank"], fits
 
 
 def _counts(
@@ -148,24 +155,16 @@ def _contributions(
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(weights[name])
+        # A hook of a parameter sees the sum alone.
+        read = {n: p for n in names if (p := parameters.get(n)) is not None}
         for part in parts:
             built.modules[0].zero_grad(set_to_none=True)
-            with Uses({name: parameters[name] for name in names if name in parameters}) as uses:
+            with Uses({n: p for n, p in read.items() if not p._backward_hooks}) as uses:
                 built.run_step(part)
-            of_part: dict[str, dict[str, Tensor]] = {}
-            for name, found in uses.gradients.items():
-                gradients = {i: one.flatten() for i, one in found.items()}
-                total = parameters[name].grad
-                assert total is not None
-                rest = total.flatten() - sum(gradients.values())
-                own = {f"{i} {uses.lines[name][i]}": gradients[i] for i in sorted(gradients)}
-                if rest.abs().max() > LEAST * total.abs().max():
-                    own[f"- {ELSEWHERE}"] = rest
-                of_part[name] = own
-            every.append(of_part)
-    lines, of_uses = {}, {}
-    for name, first in every[0].items():
-        if len(first) > 1 and all(list(one.get(name, ())) == list(first) for one in every):
-            lines[name] = [key.partition(" ")[2] for key in first]
-            of_uses[name] = [[one[name][key] for one in every] for key in first]
-    return lines, of_uses
+            every.append({name: uses.of(name, read[name].grad) for name in uses.gradients})
+    first = {name: list(found) for name, found in every[0].items() if len(found) > 1}
+    same = [n for n, own in first.items() if all(list(one.get(n, ())) == own for one in every)]
+    lines = {name: [key.partition(" ")[2] for key in first[name]] for name in same}
+    return lines, {
+        name: [[one[name][key] for one in every] for key in first[name]] for name in same
+    }

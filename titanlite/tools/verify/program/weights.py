@@ -116,12 +116,12 @@ def _judge(
             num_zero = 0 if known[is_wrong].any() else int(is_wrong.sum())
             decay = agreement(own - known, before, before)
             scale = _scale(own - before, known - before, before)
-            count = None if scale is None else _count(request, step, scale)
+            adam_step = None if scale is None else _adam_step(request, step, scale)
             found[name] = Update(
                 *(fit, is_alone, decay, num_kept, num_zero),
                 is_unchanged=torch.equal(known, before),
                 scale=scale,
-                count=count,
+                adam_step=adam_step,
             )
     return found
 
@@ -136,7 +136,7 @@ def _scale(own: Tensor, known: Tensor, before: Tensor) -> float | None:
     return solved[0].item() if left.norm() < SCALED * own.norm() else None
 
 
-def _count(request: Request, step: int, scale: float) -> int | None:
+def _adam_step(request: Request, step: int, scale: float) -> int | None:
     """The other step of which Adam's bias correction gives this scale."""
     optimizer = make_optimizer(request, [nn.Parameter(torch.zeros(1))])
     betas = optimizer.defaults.get("betas", ())
