@@ -313,7 +313,7 @@ class ModuleOutput:
     is_part: bool = False
     """Whether it is compared with a part of the reference's, of other code."""
     cut_dims: tuple[int, ...] = ()
-    """The dimensions that are shorter than the reference's."""
+    """The dimensions that are shorter than the reference's, but for features."""
     biases: float | None = None
     """How often the output contains the module's bias, if nothing else is wrong with it."""
 

@@ -137,8 +137,12 @@ class CodeTracer(Tracer):
         number = len(calls) if len(known) == 1 else 1
         output.is_part = calls[0].numel() * number < known[0].numel()
         shape, every = calls[0].shape, known[0].shape
-        sizes_of_dims = enumerate(zip(shape, every, strict=False))
-        output.cut_dims = tuple(dim for dim, (own, size) in sizes_of_dims if own < size)
+        length = 0 if self.where is None else self.where.num_columns
+        output.cut_dims = tuple(
+            dim
+            for dim, (own, size) in enumerate(zip(shape, every, strict=False))
+            if own < size and (dim < len(every) - 1 or size == length)
+        )
         is_cut = number > 1 and output.cut_dims == (0,) and shape[0] * number == every[0]
         if is_cut and wrong and self.where is not None and every[0] % self.where.num_rows:
             output.cut = f"{list(shape)}, {list(every)} on one process"
@@ -203,10 +207,8 @@ class CodeTracer(Tracer):
         most = self.tolerance * every.abs().max().item()
         if (found := _find_rows(own.reshape(-1, width), every, most)) is None:
             return ()
-        numbers = torch.arange(len(rows)).repeat_interleave(
-            torch.tensor([len(one) for one in rows.values()])
-        )
-        used = {list(rows)[number] for number in numbers[found[found >= 0]].tolist()}
+        names = [other for other, one in rows.items() for _ in one]
+        used = {names[row] for row in found[found >= 0].tolist()}
         # All of one other module is that module's input.
         return tuple(sorted(map(module_of, used - {event}))) if len(used) > 1 else ()
 

@@ -145,7 +145,7 @@ class PartEvidence(Evidence):
             return self._describe_scales()
         if is_near(factor, 1.0):
             return ""
-        same = self.factor(factor) or self._root(factor)
+        same = self._same(factor)
         return (
             f"The change of these weights is {factor:.6g} times that on one process"
             f"{f' ({factor:.6g} is {same})' if same else ''}: look at the "
@@ -154,32 +154,29 @@ class PartEvidence(Evidence):
 
     def _describe_scales(self) -> str:
         """How large the updates are, beside weight decay; "" unless that explains all of them."""
-        groups: dict[tuple[float, int | None], dict[str, None]] = defaultdict(dict)
+        groups: dict[tuple[float, int | None], dict[str, float]] = defaultdict(dict)
         for of_rank in self.updates.values():
             for name, one in of_rank.items():
                 if one.scale is None or is_near(one.scale, 1.0, 1e-3):
                     return ""
-                groups[round(one.scale, 4), one.adam_step][name] = None
+                groups[round(one.scale, 4), one.adam_step][name] = one.scale
         shown = []
-        for (scale, adam_step), names in groups.items():
-            same = self.factor(scale) or self._root(scale)
+        for (scale, adam_step), scales in groups.items():
+            same = self._same(next(iter(scales.values())))
             why = f" ({scale:g} is {same})" * bool(same)
             if adam_step is not None:
                 why = f", as by Adam's bias correction of step {adam_step}: see how often the "
                 why += "optimizer counts a step"
-            elif "square root" in same:
+            elif "root" in same:
                 why += ": see whether a scale is taken from the size of a rank's shard"
-            who = listed(sorted(names), 3)
+            who = listed(sorted(scales), 3)
             shown.append(f"the update of {who} is {scale:g} times that on one process{why}")
         return f"Beside weight decay, {'; '.join(shown)}"
 
-    def _root(self, scale: float) -> str:
-        """The degree of which a scale is the square root, or 1 over that."""
-        for axis, degree in self.dims.degrees.items():
-            for start, root in (("", degree**0.5), ("1 over ", degree**-0.5)):
-                if degree > 1 and is_near(scale, root, 1e-4):
-                    return f"{start}the square root of the degree of {axis}"
-        return ""
+    def _same(self, scale: float) -> str:
+        """The degree, or the square root of one, that a scale of updates equals."""
+        square = self.factor(scale * scale)
+        return self.factor(scale) or f"the square root of {square}" * bool(square)
 
 
 def conclude(e: PartEvidence) -> list[str]:

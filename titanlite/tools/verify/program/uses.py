@@ -7,7 +7,7 @@ Each operator that reads it gets a view of its own, whose gradient is that of th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -31,7 +31,6 @@ OWN = ("register_", "requires_grad", "detach", "backward", "retain_grad")
 VIEWS = ("T", "mT", "H", "mH")
 # What else a gradient has, such as of a custom autograd function, is a use if it is larger.
 LEAST = 1e-9
-ELSEWHERE = "in an autograd function"
 
 
 class Uses(TorchFunctionMode):
@@ -71,7 +70,11 @@ class Uses(TorchFunctionMode):
         """The flat gradients of the uses of a parameter with this gradient, by place and line."""
         found = {f"{i} {self.lines[name][i]}": g for i, g in sorted(self.gradients[name].items())}
         rest = total - sum(found.values())
-        found |= {f"- {ELSEWHERE}": rest} if rest.abs().max() > LEAST * total.abs().max() else {}
+        found |= (
+            {"- in an autograd function": rest}
+            if rest.abs().max() > LEAST * total.abs().max()
+            else {}
+        )
         return {place: gradient.flatten() for place, gradient in found.items()}
 
 
@@ -84,23 +87,11 @@ def find_uses(
     """
     request: Request = pickles.loads(packed)
     saved, parts = load_parts(files)
-    try:
-        with in_dtype(request.dtype):
-            return dict(_fits(request, folder, step, saved, parts, names))
-    finally:
-        clean_up()
-
-
-def _fits(
-    request: Request,
-    folder: str,
-    step: int,
-    saved: Sequence[Mapping[str, Any]],
-    parts: Sequence[Any],
-    names: Sequence[str],
-) -> Iterator[tuple[int, dict[str, UseFit]]]:
-    lines, of_uses = _contributions(request, load(folder, step - 1)["weights"], parts, names)
-    known = load(folder, step)["gradients"]
+    with in_dtype(request.dtype):
+        weights = load(folder, step - 1)["weights"]
+        lines, of_uses = _contributions(request, weights, parts, names)
+    clean_up()
+    known, found = load(folder, step)["gradients"], {}
     totals = {
         n: [torch.stack(of_part).sum(0) for of_part in zip(*uses, strict=True)]
         for n, uses in of_uses.items()
@@ -110,7 +101,7 @@ def _fits(
     )
     of_whole = next((one[0] for one in wholes if one and one[1] < LEFT and all(one[0])), ())
     for file in saved if of_whole else ():
-        fits: dict[str, UseFit] = {}
+        fits = found[file["rank"]] = dict[str, UseFit]()
         # Large ones first: they say of which uses smaller ones are sums.
         some = sorted(of_uses.keys() & file["gradients"].keys(), key=lambda n: -known[n].numel())
         for name in some:
@@ -126,7 +117,7 @@ def _fits(
                     of_each = zip(*[iter(counts)] * len(uses[0]), strict=True)
                     fits[name] = UseFit(tuple(lines[name]), tuple(of_each))
                     break
-        yield file["rank"], fits
+    return found
 
 
 def _counts(
