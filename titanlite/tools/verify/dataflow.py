@@ -59,7 +59,9 @@ def first_difference(e: Evidence) -> Iterator[str]:
     in_order = {e for e in order if not all(o.is_moved for o in wrong[e].values())}
     in_order -= {e for e in in_order if is_input(e) and called_by(e) in wrong.keys() - in_order}
     if not in_order and len(order) > 1:
-        yield _moved_to_the_end(e, order, outputs)
+        # A loss that agrees was computed in the same order.
+        if e.failed("loss") or not e.knows_loss:
+            yield _moved_to_the_end(e, order, outputs)
         return
     start, is_between = _start(e, first, outputs)
     parts = [start]
@@ -149,8 +151,21 @@ def _sources(e: Evidence, event: str) -> list[str]:
 def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
     """What the numbers of the first tensor that differs show."""
     one = next(iter(outputs.values()))
-    if not all(math.isfinite(output.agreement.aa) for output in outputs.values()):
+    infinite = [o for o in outputs.values() if not math.isfinite(o.agreement.aa)]
+    if infinite and all(math.isfinite(output.agreement.bb) for output in infinite):
         yield "it is not finite"
+        return
+    if cut := next((output.cut for output in outputs.values() if output.cut), ""):
+        yield (
+            f"its shape is {cut}: a pipeline cuts what it is given into microbatches, and takes "
+            "this for rows of the batch. Give it a dimension of the batch, or replicate it"
+        )
+        return
+    if all(output.of_others for output in outputs.values()):
+        yield (
+            f"its values are right for {listed(one.of_others, 3)} on one process: they are dealt "
+            "out in another order than what belongs to them. Order both by the same permutation"
+        )
         return
     if len(one.wrong_calls) < one.num_calls:
         is_one = len(one.wrong_calls) == 1
@@ -203,10 +218,11 @@ def _where(e: Evidence, places: Mapping[int, str]) -> Iterator[str]:
 
 def _at_border(outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
     """Whether parts of a tensor differ only where they begin, or end."""
-    found = [re.match(r"at (\d+)(?: to (\d+))? of (\d+)", o.places) for o in outputs.values()]
-    places = [[int(n or at[1]) for n in at.groups()] for at in found if at]
-    if len(places) < len(found) or not all(one.is_part for one in outputs.values()):
+    pattern = r"at (\d+)(?: to (\d+))? of (\d+) along dimension (\d+)"
+    found = [(one, re.match(pattern, one.places)) for one in outputs.values()]
+    if not all(at and int(at[4]) in one.cut_dims for one, at in found):
         return
+    places = [[int(n or at[1]) for n in at.groups()[:3]] for _, at in found if at]
     for is_there, where, what in (
         (all(first == 0 for first, _, _ in places), "begins", "before"),
         (all(last == size - 1 for _, last, size in places), "ends", "after"),
@@ -217,6 +233,11 @@ def _at_border(outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
                 "neighbours or other tokens, is on another rank, and must be sent from there"
             )
             return
+    if all(first == 0 or last == size - 1 for first, last, size in places):
+        yield (
+            "these are the borders between the ranks' parts: not all that is needed there of the "
+            "neighbours arrives, as where a halo is too narrow (it grows with the dilation)"
+        )
 
 
 def _other_samples(e: Evidence, first: str) -> Iterator[str]:
@@ -457,6 +478,14 @@ def explain_missing(e: Evidence) -> Iterator[str]:
     event = cut[0] if cut else lost[-1]
     ranks = e.ranks_with(lambda t: event in t.events and t.events[event].has_no_gradient)
     where = name_ranks(ranks, e.runs, e.ranks_with(lambda t: event in t.events))
+    if cut and _any(e, event, lambda one: one.is_checkpointed):
+        yield (
+            f"the backward pass is cut off: {describe_event(event)} is in a reentrant checkpoint, "
+            f"{where}, none of whose inputs requires a gradient, so nothing in it gets one. Use "
+            "use_reentrant=False, or let what the checkpoint is given require a gradient"
+            + (f". The code there{code}" if (code := e.lines_before(event, ranks)) else "")
+        )
+        return
     if cut:
         sources = listed([describe_event(source) for source in e.flow.get(event, ())], 3)
         what = f"{describe_event(event)}{f', which is computed from {sources},' * bool(sources)} "
@@ -555,9 +584,12 @@ def _has_wrong_gradient(e: Evidence, trace: RankTrace, event: str) -> bool:
 
 
 def _has_others(e: Evidence, trace: RankTrace, event: str) -> bool:
-    """Whether a tensor and all that the loss has from it are other rows, as a part of the loss."""
+    """Whether a tensor and all that is computed from it here are other rows than on one process."""
     is_other = event in trace.events and trace.events[event].is_other
-    return is_other and all(_has_others(e, trace, reader) for reader in e.following.get(event, ()))
+    return is_other and all(
+        _has_others(e, trace, reader) if reader in trace.events else _any(e, reader, bool)
+        for reader in e.following.get(event, ())
+    )
 
 
 def _of_gradient(e: Evidence, last: str, found: Mapping[int, Agreement]) -> str:

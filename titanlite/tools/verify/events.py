@@ -29,6 +29,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining import stage
 from torch.distributed.tensor import DTensor
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.modules.shards import local_part
@@ -78,6 +79,8 @@ class Events:
         self.exchanged: set[str] = set()
         """What has a gradient for which the backward pass called a collective."""
         self.has_exchanged = False
+        self.checkpointed: set[str] = set()
+        """What is computed inside a reentrant checkpoint."""
         self.overwritten: set[str] = set()
         """What was another tensor when its gradient came."""
         self.values = Values()
@@ -197,6 +200,8 @@ class Events:
         place = len(self.first[event])
         self.first[event].append(local_part(value.detach()).detach().cpu().clone())
         self.requires_grad[event] = value.requires_grad
+        if not torch.is_grad_enabled() and _calls(checkpoint.__file__, "forward"):
+            self.checkpointed.add(event)
         if isinstance(value, DTensor):
             self.shapes[event] = value.shape
         self._keep_lines(self.lines, event)
@@ -261,7 +266,7 @@ class Events:
         What is recomputed runs in the backward pass, but is not its code.
         """
         is_again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-        line = "" if self._is_own or is_again else _line_of_caller(foreign)
+        line = "" if self._is_own or is_again else line_of_caller(foreign)
         if line:
             self._now[line] = None
         return line
@@ -428,16 +433,22 @@ def _can_be_aliased(value: Tensor) -> bool:
 
 def _infers_shapes() -> bool:
     """Whether torch's PipelineStage calls the module on memory without values, to learn shapes."""
+    return _calls(stage.__file__, "inference")
+
+
+def _calls(file: str, part: str) -> bool:
+    """Whether a function of this file, with `part` in its name, is running."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code.co_filename == stage.__file__ and "inference" in code.co_name:
+        if code.co_filename == file and part in code.co_name:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
 
-def _line_of_caller(foreign: tuple[str, ...]) -> str:
+def line_of_caller(foreign: tuple[str, ...]) -> str:
+    """The line of code that is running, outside the folders `foreign`."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -64,6 +64,12 @@ class Evidence:
         """The names of the tensors of this kind that differ at that step ("" for a number)."""
         return [f.name for f in self.found.failures if f.step == self.step and f.kind == kind]
 
+    @property
+    def knows_loss(self) -> bool:
+        """Whether some rank has a loss of that step to compare."""
+        runs = [run for run in self.runs if isinstance(run, record.CodeRun)]
+        return not runs or any(run.losses[self.step - 1] is not None for run in runs)
+
     def describe_update(self) -> str:
         """What the optimizer's step does to the wrong weights, in a sentence; "" if unknown."""
         return ""

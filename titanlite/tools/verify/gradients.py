@@ -42,32 +42,41 @@ def explain_gradients(e: Evidence) -> Iterator[str]:
             "Reduce every Partial gradient before the optimizer step"
         )
         return
-    absent = {
-        name
-        for run in e.runs
-        for name in wrong
-        if (found := run.steps[e.step].gradients.get(name)) is not None and not found.digest
-    }
-    if absent:
-        who = name_parameters(absent, e.runs, "gradient")
-        names = {name for run in e.runs for name in run.placements}
-        yield Explained(
-            f"{who} {be(who)} missing at the optimizer step. "
-            + (
-                "The wrapper (FSDP, DDP) was told not to reduce them and still holds them. Enable "
-                "its gradient synchronization for the last backward pass of a step"
-                if absent == names
-                else "Either the backward pass does not reach the parameters, because the forward "
-                "pass detaches a tensor, or their wrapper (FSDP, DDP) was told not to reduce them"
-            ),
-            absent,
-        )
+    yield from explain_absent(e)
     yield from _exchanged(e, wrong)
     by_rank = list(_factors_of_ranks(e, wrong)) or list(_right_copies(e, wrong))
     yield from by_rank
     if not by_rank:
         yield from missing_sums(e, wrong)
-    yield from _factors(e, wrong)
+    yield from explain_factors(e, wrong)
+
+
+def explain_absent(e: Evidence) -> Iterator[str]:
+    """Gradients that some rank lacks at the optimizer step."""
+    wrong = e.failed("gradient")
+    parts = [(name, run.steps[e.step].gradients.get(name)) for run in e.runs for name in wrong]
+    absent = {name for name, one in parts if one is not None and not one.digest}
+    if not absent:
+        return
+    who = name_parameters(absent, e.runs, "gradient")
+    names = {name for run in e.runs for name in run.placements}
+    held = {name for run in e.runs for name in run.unsynchronized}
+    why = (
+        "Either the backward pass does not reach the parameters, because the forward pass detaches "
+        "a tensor, or their wrapper (FSDP, DDP) was told not to reduce them"
+    )
+    if absent <= held:
+        why = (
+            "The gradient synchronization of their FSDP2 modules is still off, so these hold them "
+            "unreduced. Call set_requires_gradient_sync(True) on each of these modules, or on "
+            "the outermost without recurse=False, before the last backward pass of a step"
+        )
+    elif absent == names:
+        why = (
+            "The wrapper (FSDP, DDP) was told not to reduce them and still holds them. Enable "
+            "its gradient synchronization for the last backward pass of a step"
+        )
+    yield Explained(f"{who} {be(who)} missing at the optimizer step. {why}", absent)
 
 
 def explain_cells(e: JobEvidence) -> Iterator[str]:
@@ -253,7 +262,7 @@ def _factor_of(e: Evidence, name: str) -> float | None:
     return factor if parts and left < EXPLAINED else None
 
 
-def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
+def explain_factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
     """Gradients that differ from the reference's by a factor, grouped by that factor."""
     groups: dict[float, list[str]] = defaultdict(list)
     for name in wrong:

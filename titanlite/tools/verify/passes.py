@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
 from titanlite.parallelize.float8.spec import Float8Section
@@ -218,12 +218,6 @@ def _own_product(e: Evidence, name: str) -> str:
     found = [t.events[event].gradient for t in e.traces for event in events if event in t.events]
     if not module or any(gradient is not None and gradient.error for gradient in found):
         return ""
-    copies = Counter(held for run in e.runs for held in run.placements)
-    if copies[name] > min(copies.values()):
-        return (
-            f"how the gradients of {name}, which more ranks hold than other weights, are added up "
-            "and reduced, and in which order: the gradients that flow through the modules agree"
-        )
     lines = e.lines_before(events[0], [trace.rank for trace in e.watched], is_backward=True)
     return (
         f"how {module} computes the gradient of {name}, from what it has kept of its input and in "

@@ -121,6 +121,8 @@ class RankRun:
     """The same for one process that has loaded the plan's checkpoint; only in rank 0's run."""
     traffic: Traffic = field(default_factory=Traffic)
     """What the rank sent and read in one step, unless that was compiled."""
+    unsynchronized: tuple[str, ...] = ()
+    """Parameters of FSDP2 modules whose gradient synchronization is off at the optimizer step."""
 
 
 @dataclass
@@ -270,6 +272,10 @@ class ModuleOutput:
     wrong_calls: tuple[int, ...]
     shape: str = ""
     """Its shape and the reference's, if it cannot be a part of the reference's output."""
+    of_others: tuple[str, ...] = ()
+    """The modules of its kind, such as experts, that receive its values on one process."""
+    cut: str = ""
+    """Its shape and the reference's, if each microbatch has a chunk that is not of the batch."""
     is_other: bool = False
     """Whether it differs, but what is computed from it agrees: a Partial that is reduced later."""
     elsewhere: str = ""
@@ -294,6 +300,8 @@ class ModuleOutput:
     """Whether its rows or columns are those of the reference's output, but not in its order."""
     is_cut_off: bool = False
     """Whether it requires no gradient, but the reference's does."""
+    is_checkpointed: bool = False
+    """Whether it is in a reentrant checkpoint."""
     has_no_gradient: bool = False
     """Whether no gradient of it arrives, but one of the reference's does."""
     extra: tuple[str, float] | None = None
@@ -304,6 +312,8 @@ class ModuleOutput:
     """Whether it has more than its part of the reference's, of other code: padding."""
     is_part: bool = False
     """Whether it is compared with a part of the reference's, of other code."""
+    cut_dims: tuple[int, ...] = ()
+    """The dimensions that are shorter than the reference's, but for features."""
     biases: float | None = None
     """How often the output contains the module's bias, if nothing else is wrong with it."""
 
@@ -415,15 +425,15 @@ class CodeRun(RankRun):
 class PartFits:
     """Wrong gradients as weighted sums of the gradients of the ranks' parts of the batch."""
 
-    fits: dict[int, dict[str, Fit]]
+    fits: dict[int, dict[str, Fit]] = field(default_factory=dict)
     """Rank -> gradient -> these sums, relative to the reference's own."""
-    weights: Shares
+    weights: Shares = ()
     """Each part's share of the whole mean."""
-    counts: dict[str, Shares]
+    counts: dict[str, Shares] = field(default_factory=dict)
     """What else parts may be weighted by."""
-    rows: dict[int, dict[str, WrongRows]]
+    rows: dict[int, dict[str, WrongRows]] = field(default_factory=dict)
     """Rank -> gradient -> the few rows that differ, if the others agree."""
-    previous: dict[str, float]
+    previous: dict[str, float] = field(default_factory=dict)
     """Gradient -> how often it also contains that of the step before, on every rank."""
     mixed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Gradient -> the other parameters whose gradients it contains."""
@@ -432,6 +442,15 @@ class PartFits:
         """Whether a gradient is such a sum on every rank."""
         left = [of_rank[name][1] for of_rank in self.fits.values() if name in of_rank]
         return bool(left) and max(left) < LEFT
+
+
+class UseFit(NamedTuple):
+    """A gradient as a sum of those of the single uses of its parameter."""
+
+    lines: tuple[str, ...]
+    """Where the uses are, in forward order."""
+    counts: tuple[Shares, ...]
+    """For each use how often each part of the batch is there, or one number for all."""
 
 
 class WrongRows(NamedTuple):
@@ -445,6 +464,12 @@ class WrongRows(NamedTuple):
     should_be_zero: bool
     is_first: bool = False
     """Whether it is the first row of a shard, and no other."""
+    times: tuple[int, ...] = ()
+    """How often what one process has is in each of these rows."""
+    counted: str = ""
+    """The tensor of the batch in which each of the rows' indices occurs that often."""
+    shares: Shares = ()
+    """These rows as a sum of those of the parts' gradients, relative to the reference's."""
 
 
 class Update(NamedTuple):
@@ -462,6 +487,11 @@ class Update(NamedTuple):
     """The number of wrong elements, if all of them are zero on one process."""
     is_unchanged: bool = False
     """Whether the step of one process leaves the weight as it is."""
+    scale: float | None = None
+    """How often its change is in this one, if what is left is a multiple of the weight, its decay.
+    """
+    adam_step: int | None = None
+    """The step of Adam whose bias correction gives that scale."""
 
 
 @dataclass

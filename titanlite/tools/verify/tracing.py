@@ -85,7 +85,9 @@ class Tracer(abc.ABC):
         """Whether a tensor has rows of the reference's, in any order; False if not looked for."""
         return False
 
-    def look_closer(self, event: str, output: ModuleOutput, kept: Events, whole: Tensor) -> None:
+    def look_closer(
+        self, event: str, output: ModuleOutput, kept: Events, known: Mapping[str, list[Tensor]]
+    ) -> None:
         """Add what else is to be seen of the first wrong tensor."""
         return
 
@@ -120,7 +122,7 @@ class Tracer(abc.ABC):
                 self.chosen[event] = [lambda whole: whole] * output.num_calls
         first = next((e for e in self.reference.events if e in found and found[e].wrong_calls), "")
         if first and found[first].num_calls == 1:
-            self.look_closer(first, found[first], kept, known["outputs"][first][0])
+            self.look_closer(first, found[first], kept, known["outputs"])
         factors, backward = self._compare_backward(kept, known, found)
         trace = RankTrace(
             rank=self.rank,
@@ -197,6 +199,7 @@ class Tracer(abc.ABC):
             one.is_overwritten = event in kept.overwritten
             if event in self.reference.with_gradient and module_of(event) not in kept.again:
                 one.is_cut_off = not kept.requires_grad[event]
+                one.is_checkpointed = event in kept.checkpointed
                 one.has_no_gradient = event not in kept.arrived
                 if one.has_no_gradient:
                     wrong[event] = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,6 +136,16 @@ class CodeTracer(Tracer):
             output.places = wrong_places(calls[0], part, most)
         number = len(calls) if len(known) == 1 else 1
         output.is_part = calls[0].numel() * number < known[0].numel()
+        shape, every = calls[0].shape, known[0].shape
+        length = 0 if self.where is None else self.where.num_columns
+        output.cut_dims = tuple(
+            dim
+            for dim, (own, size) in enumerate(zip(shape, every, strict=False))
+            if own < size and (dim < len(every) - 1 or size == length)
+        )
+        is_cut = number > 1 and output.cut_dims == (0,) and shape[0] * number == every[0]
+        if is_cut and wrong and self.where is not None and every[0] % self.where.num_rows:
+            output.cut = f"{list(shape)}, {list(every)} on one process"
         return output, chosen
 
     def _of_other_columns(self, call: Tensor, whole: Tensor) -> str:
@@ -151,10 +162,14 @@ class CodeTracer(Tracer):
             return ""
         return f"positions {found[0] * own} to {found[0] * own + own - 1} of {columns}"
 
-    def look_closer(self, event: str, output: ModuleOutput, kept: Events, whole: Tensor) -> None:
+    def look_closer(
+        self, event: str, output: ModuleOutput, kept: Events, known: Mapping[str, list[Tensor]]
+    ) -> None:
         """Which indices a wrong tensor is wrong for, or whether its rows are those of others."""
-        own, (select,) = kept.first[event][-1], self.chosen[event]
+        own, (select,), whole = kept.first[event][-1], self.chosen[event], known[event][0]
         part = select(whole)
+        if is_input(event) and own.is_floating_point() and own.ndim:
+            output.of_others = self._others(event, own, known)
         if own.shape != part.shape or own.ndim < 2 or not own.is_floating_point():
             return
         apart = (own - part).abs().amax(-1) > self.tolerance * whole.abs().max()
@@ -175,6 +190,27 @@ class CodeTracer(Tracer):
             if _find_rows(unit[0], unit[1], self.tolerance) is not None:
                 difference = agreement(unit[0], unit[2], unit[1]).difference
                 output.has_other_rows = difference > self.tolerance
+
+    def _others(
+        self, event: str, own: Tensor, known: Mapping[str, list[Tensor]]
+    ) -> tuple[str, ...]:
+        """The modules of one kind, such as experts, among which a tensor's rows are dealt out."""
+        kind, width = re.sub(r"\d+", "", event), own.size(-1) if own.ndim > 1 else 1
+        rows = {
+            other: calls[0].reshape(-1, width)
+            for other, calls in known.items()
+            if re.sub(r"\d+", "", other) == kind and calls[0].shape[1:] == own.shape[1:]
+        }
+        if len(rows) < 2:
+            return ()
+        every = torch.cat(list(rows.values()))
+        most = self.tolerance * every.abs().max().item()
+        if (found := _find_rows(own.reshape(-1, width), every, most)) is None:
+            return ()
+        names = [other for other, one in rows.items() for _ in one]
+        used = {names[row] for row in found[found >= 0].tolist()}
+        # All of one other module is that module's input.
+        return tuple(sorted(map(module_of, used - {event}))) if len(used) > 1 else ()
 
     def ways(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Iterator[Select]:
         """The parts of `whole` that have the shape of `call`, a microbatch (index, count)."""

@@ -20,10 +20,15 @@ from titanlite.tools.verify.dataflow import (
 )
 from titanlite.tools.verify.diagnose import diagnose
 from titanlite.tools.verify.evidence import EXPLAINED, PADDING, Evidence, pooled, ranks_of, worst
-from titanlite.tools.verify.gradients import explain_gradients, missing_sums
+from titanlite.tools.verify.gradients import (
+    explain_absent,
+    explain_factors,
+    explain_gradients,
+    missing_sums,
+)
 from titanlite.tools.verify.inputs import explain_shards, explain_start
 from titanlite.tools.verify.passes import explain_forward, explain_loss, explain_recomputation
-from titanlite.tools.verify.record import LEFT, CodeRun, Fit, Shares, Update, WrongRows
+from titanlite.tools.verify.record import LEFT, CodeRun, PartFits, Update, UseFit, WrongRows
 from titanlite.tools.verify.shares import NEAR, describe_parts, sums_of_parts
 from titanlite.tools.verify.updates import (
     explain_buffers,
@@ -48,12 +53,8 @@ from titanlite.tools.verify.wording import (
 class PartEvidence(Evidence):
     """All measurements of parallel code that differs from its reference."""
 
-    shares: Mapping[int, Mapping[str, Fit]] = field(default_factory=dict)
-    """Rank -> gradient -> it as a sum of those of the parts, relative to the reference's."""
-    weights: Shares = ()
-    """Each part's share of the whole mean."""
-    counts: Mapping[str, Shares] = field(default_factory=dict)
-    """Tensor of the batch -> the number of its elements in each part."""
+    fits: PartFits = field(default_factory=PartFits)
+    """The wrong gradients as sums of those of the parts."""
     parts: Sequence[tuple[Sequence[int], int | None]] = ()
     """For each part of the batch, the ranks that have it, and the number of the microbatch."""
     tied: Sequence[Sequence[str]] = ()
@@ -65,14 +66,19 @@ class PartEvidence(Evidence):
     """The weights that the reference itself changes before its forward pass."""
     accumulated: Mapping[str, int] = field(default_factory=dict)
     """Parameter -> how often a backward pass adds to its gradient in the reference."""
-    mixed: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Gradient -> the other parameters whose gradients it contains."""
-    rows: Mapping[int, Mapping[str, WrongRows]] = field(default_factory=dict)
-    """Rank -> gradient -> the few rows of it that differ."""
-    previous: Mapping[str, float] = field(default_factory=dict)
-    """Gradient -> how often it also contains that of the step before."""
+    uses: Mapping[int, Mapping[str, UseFit]] = field(default_factory=dict)
+    """Rank -> gradient -> it as a sum of those of the single uses of its parameter."""
     updates: Mapping[int, Mapping[str, Update]] = field(default_factory=dict)
     """Rank -> wrong weight -> what the step did to it."""
+
+    @property
+    def names_of_parts(self) -> list[str]:
+        """The parts of the batch, in words."""
+        names = []
+        for ranks, index in self.parts:
+            of = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
+            names.append(of if index is None else f"microbatch {index} of {of}")
+        return names
 
     def factor(self, value: float, names: Iterable[str] = ()) -> str:
         """The degree or count that equals a factor of the gradients `names`, where it can be one.
@@ -135,14 +141,42 @@ class PartEvidence(Evidence):
                 "of these parameters is not that on one process. Look at their parameter groups"
             )
         factor, left = pooled([one.fit for one in wrong])
-        if left >= EXPLAINED or is_near(factor, 1.0):
+        if left >= EXPLAINED:
+            return self._describe_scales()
+        if is_near(factor, 1.0):
             return ""
-        same = self.factor(factor)
+        same = self._same(factor)
         return (
             f"The change of these weights is {factor:.6g} times that on one process"
             f"{f' ({factor:.6g} is {same})' if same else ''}: look at the "
             f"{'sign' if factor < 0 else 'scale'} of the update, and at the learning rate"
         )
+
+    def _describe_scales(self) -> str:
+        """How large the updates are, beside weight decay; "" unless that explains all of them."""
+        groups: dict[tuple[float, int | None], dict[str, float]] = defaultdict(dict)
+        for of_rank in self.updates.values():
+            for name, one in of_rank.items():
+                if one.scale is None or is_near(one.scale, 1.0, 1e-3):
+                    return ""
+                groups[round(one.scale, 4), one.adam_step][name] = one.scale
+        shown = []
+        for (scale, adam_step), scales in groups.items():
+            same = self._same(next(iter(scales.values())))
+            why = f" ({scale:g} is {same})" * bool(same)
+            if adam_step is not None:
+                why = f", as by Adam's bias correction of step {adam_step}: see how often the "
+                why += "optimizer counts a step"
+            elif "root" in same:
+                why += ": see whether a scale is taken from the size of a rank's shard"
+            who = listed(sorted(scales), 3)
+            shown.append(f"the update of {who} is {scale:g} times that on one process{why}")
+        return f"Beside weight decay, {'; '.join(shown)}"
+
+    def _same(self, scale: float) -> str:
+        """The degree, or the square root of one, that a scale of updates equals."""
+        square = self.factor(scale * scale)
+        return self.factor(scale) or f"the square root of {square}" * bool(square)
 
 
 def conclude(e: PartEvidence) -> list[str]:
@@ -289,14 +323,13 @@ def explain_frozen(e: PartEvidence) -> Iterator[str]:
 
 def explain_mixed(e: PartEvidence) -> Iterator[str]:
     """Gradients that contain those of other parameters."""
-    names = [name for name in e.failed("gradient") if name in e.mixed]
-    if names:
-        first = names[0]
+    if names := [name for name in e.failed("gradient") if name in e.fits.mixed]:
+        first, others = names[0], listed(e.fits.mixed[names[0]], 3)
         many = f", and likewise {len(names) - 1} more" * (len(names) > 1)
         yield Explained(
-            f"the gradient of {first} contains that of {listed(e.mixed[first], 3)}{many}: ranks "
-            "add up gradients of different parameters. Look at the order of parameters on each "
-            "rank (in a bucket, of stages)",
+            f"the gradient of {first} contains that of {others}{many}: ranks add up gradients of "
+            "different parameters. Look at the order of parameters on each rank (in a bucket, of "
+            "stages)",
             names,
         )
 
@@ -312,31 +345,90 @@ def explain_ties(e: PartEvidence) -> Iterator[str]:
             )
 
 
+def explain_lost(e: PartEvidence) -> Iterator[str]:
+    """Gradients that are missing, or zero, on every rank, though the backward pass is whole."""
+    wrong = e.failed("gradient")
+    parts = {n: [p for r in e.runs if (p := r.steps[e.step].gradients.get(n))] for n in wrong}
+    if any(own and not any(one.digest for one in own) for own in parts.values()):
+        yield from explain_absent(e)
+    zero = [n for n, own in parts.items() if own and all(p.bb and not p.aa for p in own)]
+    yield from explain_factors(e, zero)
+
+
 def explain_parts(e: PartEvidence) -> Iterator[str]:
     """Gradients that are sums over the ranks' parts of the batch, with wrong coefficients."""
     wrong = e.failed("gradient")
     if list(missing_sums(e, wrong)) and not _is_partly_reduced(e):
         return
-    names, kind = [], "the ranks' parts of the batch"
-    for ranks, index in e.parts:
-        of = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
-        names.append(of if index is None else f"microbatch {index} of {of}")
+    names, kind = e.names_of_parts, "the ranks' parts of the batch"
     if any(index is not None for _, index in e.parts):
         kind = "the microbatches"
     yield from sums_of_parts(
         e.runs,
         wrong,
-        e.shares,
+        e.fits.fits,
         lambda shares: describe_parts(
-            shares, e.weights, names, e.counts, of_loss=bool(e.failed("loss"))
+            shares, e.fits.weights, names, e.fits.counts, of_loss=bool(e.failed("loss"))
         ),
         f"over {kind}",
     )
 
 
+def explain_uses(e: PartEvidence) -> Iterator[str]:
+    """Gradients that lack, or have too often, what some of the parameter's uses add to them."""
+    wrong = e.failed("gradient")
+    missing = {name for found in missing_sums(e, wrong) for name in found.names}
+    groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for name in wrong:
+        holders = [run.rank for run in e.runs if name in run.steps[e.step].gradients]
+        found = {rank: one for rank in holders if (one := e.uses.get(rank, {}).get(name))}
+        words = {rank: _of_uses(e, one) for rank, one in found.items()}
+        if name not in missing and len(found) == len(holders):
+            for rank, what in words.items():
+                groups[what][name] += [rank]
+    groups.pop("", None)
+    for what, names in groups.items():
+        who = name_parameters(list(names), e.runs, "gradient")
+        ranks = sorted({rank for ranks in names.values() for rank in ranks})
+        holders = [run.rank for run in e.runs if names.keys() & run.steps[e.step].gradients.keys()]
+        yield Explained(
+            f"{who}, {'which is' if be(who) == 'is' else 'each'} a sum over the uses of its "
+            f"weight, {agree(who, 'are')} wrong, {name_ranks(ranks, e.runs, holders)}: {what}. "
+            "Each use has to add to the gradient: look for code that assigns it, or that lets "
+            "only one of them count",
+            names,
+        )
+
+
+def _of_uses(e: PartEvidence, found: UseFit) -> str:
+    """Which uses of a parameter a gradient lacks, or has too often; "" for none."""
+    counts = [one[0] if max(one) - min(one) < NEAR else None for one in found.counts]
+    number = len(counts)
+
+    def named(index: int) -> str:
+        # A layer that runs several times has all of its uses in one line.
+        line = f", {found.lines[index]}," if len(set(found.lines)) > 1 else ""
+        return f"that of use {index + 1} of {number}{line}"
+
+    lost = [i for i, n in enumerate(counts) if n is not None and abs(n) < NEAR]
+    kept = [i for i, n in enumerate(counts) if n is not None and is_near(n, 1.0, NEAR)]
+    if len(lost) + len(kept) == number and lost and kept:
+        if len(kept) == 1 < len(lost):
+            return f"only {named(kept[0])} is there"
+        return f"{listed(map(named, lost), 3)} is missing"
+    words = []
+    for index, one in enumerate(found.counts):
+        if counts[index] is not None and index not in kept:
+            words += [f"{named(index)} counts {one[0]:.4g} times"]
+        elif counts[index] is None and len(one) == len(e.parts):
+            of_use = describe_parts(one, e.fits.weights, e.names_of_parts)
+            words += [f"of {named(index)} {of_use}"] if of_use else []
+    return "; ".join(words)
+
+
 def _is_partly_reduced(e: PartEvidence) -> bool:
     """Whether some microbatches of other ranks count, and some do not."""
-    for rank, of_rank in e.shares.items():
+    for rank, of_rank in e.fits.fits.items():
         others = [number for number, (ranks, _) in enumerate(e.parts) if rank not in ranks]
         for shares, left in of_rank.values():
             seen = {abs(shares[number]) > NEAR for number in others}
@@ -372,9 +464,9 @@ def explain_accumulated(e: PartEvidence) -> Iterator[str]:
 
 def explain_previous(e: PartEvidence) -> Iterator[str]:
     """Gradients of the step before that are still there."""
-    if names := [name for name in e.failed("gradient") if name in e.previous]:
+    if names := [name for name in e.failed("gradient") if name in e.fits.previous]:
         who = name_parameters(names, e.runs, "gradient")
-        often = {e.previous[name] for name in names}
+        often = {e.fits.previous[name] for name in names}
         times = f" {often.pop():g} times" if len(often) == 1 else ""
         yield Explained(
             f"{who} {'contains' if be(who) == 'is' else 'contain'}{times} what they were in step "
@@ -418,9 +510,9 @@ def explain_clipped(e: PartEvidence) -> Iterator[str]:
 def explain_rows(e: PartEvidence) -> Iterator[str]:
     """Gradients of which only a few rows differ."""
     wrong = e.failed("gradient")
-    if any(not any(name in of_rank for of_rank in e.rows.values()) for name in wrong):
+    if any(not any(name in of_rank for of_rank in e.fits.rows.values()) for name in wrong):
         return
-    every = [of_rank[name] for of_rank in e.rows.values() for name in wrong if name in of_rank]
+    every = [of_rank[name] for of_rank in e.fits.rows.values() for name in wrong if name in of_rank]
     if every and not any(one.rows for one in every):
         who = name_parameters(wrong, e.runs, "gradient")
         yield Explained(
@@ -430,7 +522,7 @@ def explain_rows(e: PartEvidence) -> Iterator[str]:
         )
         return
     for name in wrong:
-        found = {rank: of_rank[name] for rank, of_rank in e.rows.items() if name in of_rank}
+        found = {rank: of_rank[name] for rank, of_rank in e.fits.rows.items() if name in of_rank}
         one = next(iter(found.values()))
         holders = [run.rank for run in e.runs if name in run.steps[e.step].gradients]
         how = ", which is zero there, but not on one process" * one.is_zero
@@ -441,11 +533,33 @@ def explain_rows(e: PartEvidence) -> Iterator[str]:
         if all(of_rank.is_first for of_rank in found.values()):
             why = "It is the first row of each shard: indices of other shards that are set to 0 "
             why += "read it. Mask what they read where autograd sees the mask"
+        elif all(of_rank.times for of_rank in found.values()):
+            times = zip(one.rows, one.times, strict=True)
+            often = listed([f"{number} (row {row})" for row, number in times], 3)
+            why = f"These rows are too large by a factor of their own: {often}"
+            if one.counted:
+                why += f", how often its index is in {one.counted} (see scale_grad_by_freq)"
+        elif parts := _parts_of_rows(e, found):
+            why = f"In these rows {parts}. Add up what several ranks have for one row"
         yield Explained(
             f"the gradient of {name} differs only in {_rows(rows)} of {one.number}{how}, "
             f"{name_ranks(found, e.runs, holders)}. {why}",
             [name],
         )
+
+
+def _parts_of_rows(e: PartEvidence, found: Mapping[int, WrongRows]) -> str:
+    """Which parts of the batch are missing in wrong rows, on each rank; "" if that is unknown."""
+    words: dict[str, list[int]] = defaultdict(list)
+    for rank, one in found.items():
+        is_known = len(one.shares) == len(e.parts)
+        what = describe_parts(one.shares, e.fits.weights, e.names_of_parts) if is_known else ""
+        words[what].append(rank)
+    if "" in words:
+        return ""
+    if len(words) == 1:
+        return next(iter(words))
+    return listed([f"{what}, {name_ranks(own, e.runs, found)}" for what, own in words.items()])
 
 
 def explain_logarithm(e: PartEvidence) -> Iterator[str]:
@@ -487,8 +601,10 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_microbatches, explain_previous),
     (explain_step_of_local_gradients,),
     (explain_parts,),
+    (explain_uses,),
     (explain_logarithm,),
     (explain_loss_of_code,),
+    (explain_lost,),
     (explain_backward,),
     (explain_accumulated,),
     (explain_clipped,),

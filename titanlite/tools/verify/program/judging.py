@@ -28,6 +28,7 @@ from titanlite.tools.verify.record import (
     ModelRun,
     PartFits,
     RankRun,
+    RankTrace,
     around,
     is_input,
     module_of,
@@ -339,18 +340,9 @@ class Judging:
         evidence.changed = record.changed.get(step, ())
         evidence.accumulated = record.accumulated.get(step, {})
         evidence.is_split = len(set(self._parts_by_step()[step - 1])) > 1
-        evidence.num_microbatches = self.request.microbatches or max(
-            (one.num_calls for trace in traces for one in trace.modules.values()), default=1
-        )
-        evidence.first_microbatches = max(
-            (
-                one.num_calls
-                for run in self.runs
-                if 1 in run.traces
-                for one in run.traces[1].modules.values()
-            ),
-            default=1,
-        )
+        evidence.num_microbatches = self.request.microbatches or _num_calls(traces)
+        first = [run.traces[1] for run in self.runs if 1 in run.traces]
+        evidence.first_microbatches = _num_calls(first)
         by_part: dict[str, list[int]] = {}
         for run in self.runs:
             by_part.setdefault(run.parts[step - 1], []).append(run.rank)
@@ -363,15 +355,18 @@ class Judging:
             parts = self._find_shares(step, files, count)
             number = 0 if parts is None else sum(map(parts.explains, wrong))
             if parts is not None and number > most:
-                most, evidence.shares, evidence.rows = number, parts.fits, parts.rows
-                evidence.previous = parts.previous
-                evidence.mixed = parts.mixed or evidence.mixed
-                evidence.weights, evidence.counts = parts.weights, parts.counts
+                parts.mixed = parts.mixed or evidence.fits.mixed
+                most, evidence.fits = number, parts
                 evidence.parts = [
                     (ranks, index if count > 1 else None)
                     for ranks in by_part.values()
                     for index in range(count)
                 ]
+        if all(files) and (left := [name for name in wrong if not evidence.fits.explains(name)]):
+            on_rank = "titanlite.tools.verify.program.uses:find_uses"
+            what = self.packed, self.folder, step, files, left
+            with contextlib.suppress(RankError):
+                evidence.uses = self.pools.alone(on_rank, *what)
         if any(map(evidence.failed, ("loss", "gradient"))) and traces:
             self._watch(evidence, step)
         if evidence.failed("weight"):
@@ -458,3 +453,8 @@ class Judging:
             failure(error)
             why = " ".join(str(error).split())
             self.found.notes.append(f"the lines of the code could not be compared ({why[:200]})")
+
+
+def _num_calls(traces: Sequence[RankTrace]) -> int:
+    """How often modules run in a step."""
+    return max((m.num_calls for trace in traces for m in trace.modules.values()), default=1)

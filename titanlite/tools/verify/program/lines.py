@@ -20,7 +20,7 @@ from torch import Tensor
 from titanlite.tools.verify.agreement import agreement, without_padding
 from titanlite.tools.verify.evidence import EXPLAINED
 from titanlite.tools.verify.program.code_trace import CodeTracer
-from titanlite.tools.verify.program.values import Place, Values, load_values
+from titanlite.tools.verify.program.values import RANDOM, Place, Values, load_values
 from titanlite.tools.verify.record import WrongLine
 from titanlite.tools.verify.tracing import gathered, sum_over_axes
 
@@ -31,7 +31,6 @@ MOST_LINES = 24
 
 # Also with padding.
 RIGHT = ("right", "padded")
-RANDOM = ("rand", "normal", "bernoulli", "native_dropout", "multinomial", "uniform", "exponential")
 # Operators that compute nothing.
 ARRANGE = (
     *("view", "_unsafe_view", "reshape", "transpose", "t", "permute", "clone", "alias", "split"),
@@ -203,9 +202,13 @@ class _Search:
     """The values of which this rank has only a part."""
 
     def found(self) -> Iterator[WrongLine]:
-        """The wrong values that are no shares, and are not harmless."""
-        harmless = self._harmless()
-        for number, place in enumerate(self.values.places):
+        """The wrong values that are no shares, and are not harmless.
+
+        What depends on no data comes last: a rank may count from 0 what is counted on from there.
+        """
+        harmless, free = self._harmless(), self.values.is_free
+        numbers = sorted(range(len(free)), key=free.__getitem__)
+        for number, place in ((number, self.values.places[number]) for number in numbers):
             if place not in self.wrong or place in self.shares or harmless[number]:
                 continue
             (call, line, _), state = place[0], self.states.get(place)

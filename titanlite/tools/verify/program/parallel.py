@@ -178,6 +178,7 @@ class _Measuring:
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
                 run.pending = run.pending or pending
+                run.unsynchronized = run.unsynchronized or _unsynchronized(built, parameters)
                 found.gradients = subject.compare_gradients(known["gradients"])
                 trace = self._trace(tracer, kept, known, found, step, part, digest)
                 if trace is not None:
@@ -353,6 +354,14 @@ class _Measuring:
             with contextlib.suppress(Exception):
                 trace.file = save_part(path, tracer, part, digest, names)
         return trace
+
+
+def _unsynchronized(built: Built, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+    """The parameters of FSDP2 modules that do not reduce their gradients now."""
+    every = (inner for root in built.modules for inner in root.modules())
+    groups = (g for m in every if isinstance(m, FSDPModule) for g in fsdp_groups(m))
+    held = {id(p.sharded_param) for g in groups if not g.reduce_grads for p in g.fsdp_params}
+    return tuple(name for name, one in parameters.items() if id(one) in held)
 
 
 def _averages(module: nn.Module) -> bool:

@@ -129,7 +129,7 @@ def find_shares(
     dimension 0.
     """
     request: Request = pickles.loads(packed)
-    saved = [torch.load(file, weights_only=False) for file in files]
+    saved, parts = load_parts(files, count)
     with in_dtype(request.dtype):
         built = build(request, None, is_reference=True)
         model = built.modules[0]
@@ -137,9 +137,6 @@ def find_shares(
         with built.parameters() as parameters, torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(before["weights"][name])
-        wholes = {file["digest"]: file["batch"] for file in saved}
-        sizes = {file["digest"]: file["sizes"].get(count) for file in saved}
-        parts = [p for d, whole in wholes.items() for p in _microbatches(whole, count, sizes[d])]
         of_parts: dict[str, list[Tensor]] = {}
         for part in parts:
             built.run_step(part)
@@ -165,11 +162,28 @@ def find_shares(
     for file in saved:
         _add_undetermined(fits[file["rank"]], file["gradients"], of_parts, of_whole, record)
     clean_up()
-    rows = {file["rank"]: _wrong_rows(file["gradients"], record["gradients"]) for file in saved}
+    rows = {
+        file["rank"]: _wrong_rows(
+            file["gradients"], record["gradients"], of_parts, of_whole, request.batches[step - 1]
+        )
+        for file in saved
+    }
     weights = tuple(one / sum(of_whole) for one in of_whole)
     previous = _previous(saved, record["gradients"], before.get("gradients", {}))
     mixed = _mixed(saved, fits, of_parts, record["gradients"])
     return PartFits(fits, weights, _counts_of(parts), rows, previous, mixed)
+
+
+def load_parts(files: Sequence[str], count: int = 1) -> tuple[list[dict[str, Any]], list[Any]]:
+    """What the ranks have saved, and the distinct parts of the batch in it, each cut into `count`
+    microbatches.
+    """
+    saved = [torch.load(file, weights_only=False) for file in files]
+    wholes = {file["digest"]: file["batch"] for file in saved}
+    sizes = {file["digest"]: file["sizes"].get(count) for file in saved}
+    return saved, [
+        part for d, whole in wholes.items() for part in _microbatches(whole, count, sizes[d])
+    ]
 
 
 def _mixed(
@@ -231,7 +245,11 @@ def _add_undetermined(
 
 
 def _wrong_rows(
-    gradients: Mapping[str, tuple[Tensor, Tensor]], known: Mapping[str, Tensor]
+    gradients: Mapping[str, tuple[Tensor, Tensor]],
+    known: Mapping[str, Tensor],
+    of_parts: Mapping[str, list[Tensor]],
+    of_whole: Shares,
+    batch: Any,
 ) -> dict[str, WrongRows]:
     """The rows of a rank's gradients, its values and the numbers of its elements, that differ."""
     found = {}
@@ -243,15 +261,49 @@ def _wrong_rows(
             continue
         zeros = [not tensor[is_wrong].any() for tensor in (own, right)]
         rows, all_rows = (some // whole[0].numel() for some in (elements[is_wrong], elements))
-        rows, all_rows = rows.unique(), all_rows.unique()
-        if len(rows) <= len(all_rows) // 4:
+        rows, all_rows, of_row = rows.unique(), all_rows.unique(), all_rows
+        times = _times(own, right, of_row, rows)
+        is_in = torch.isin(of_row, rows)
+        parts = [part[elements[is_in]] for part in of_parts.get(name, ())]
+        summed = fit(parts, own[is_in], right[is_in]) if len(parts) == len(of_whole) > 1 else None
+        shares = () if summed is None or summed[1] > LEFT else summed[0]
+        if times or shares or len(rows) <= len(all_rows) // 4:
             is_first = len(all_rows) < whole.size(0) and torch.equal(rows, all_rows[:1])
+            relative = tuple(a / b for a, b in zip(shares, of_whole, strict=False))
+            numbers = tuple(rows.tolist())
+            counted = _counted(batch, numbers, times)
             found[name] = WrongRows(
-                tuple(rows.tolist()), whole.size(0), zeros[0], zeros[1], is_first
+                *(numbers, whole.size(0), zeros[0], zeros[1], is_first),
+                times=times,
+                counted=counted,
+                shares=relative,
             )
         elif right.any() and zeros[1]:
-            found[name] = WrongRows((), int(is_wrong.sum()), *zeros)
+            found[name] = WrongRows((), int(is_wrong.sum()), zeros[0], zeros[1])
     return found
+
+
+def _times(own: Tensor, right: Tensor, of_row: Tensor, rows: Tensor) -> tuple[int, ...]:
+    """How often the right row is in each of the wrong rows, if that is an integer; or nothing."""
+    found = []
+    for row in rows:
+        fits = agreement(own[of_row == row], right[of_row == row], right)
+        factor = fits.ab / fits.bb if fits.bb else 0.0
+        number = round(factor)
+        if number < 2 or abs(factor - number) > LEFT or fits.aa - factor * fits.ab > LEFT * fits.aa:
+            return ()
+        found.append(number)
+    # All by one factor is another subject.
+    return tuple(found) if len(set(found)) > 1 else ()
+
+
+def _counted(batch: Any, rows: Sequence[int], times: Sequence[int]) -> str:
+    """The tensor of the batch in which each row's index occurs so many times; or ""."""
+    for path, leaf in tree_flatten_with_path(batch)[0] if times else ():
+        is_index = isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        if is_index and [int((leaf == row).sum()) for row in rows] == list(times):
+            return keystr(path) or "the batch"
+    return ""
 
 
 def _microbatches(batch: Any, count: int, sizes: Sequence[int] | None) -> list[Any]:

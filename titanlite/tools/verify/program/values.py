@@ -25,6 +25,7 @@ MOST_ELEMENTS, MOST_BYTES = 1 << 20, 1 << 28
 COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor")
 # Operators of which a row of the result depends on one row alone, and on the weights.
 ROW_BY_ROW = ("mm", "addmm", "bmm", "linear", "matmul", "embedding", "view", "t", "transpose")
+RANDOM = ("rand", "normal", "bernoulli", "native_dropout", "multinomial", "uniform", "exponential")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 # Numbers that are no values: sizes, too.
 NO_VALUE = ("dtype", "layout", "device", "pin_memory", "memory_format", "end")
@@ -44,6 +45,8 @@ class Values:
     sources: list[tuple[int, ...]] = field(default_factory=list)
     mixes: list[bool] = field(default_factory=list)
     """Whether an element of the value depends on several of what it is computed from."""
+    is_free: list[bool] = field(default_factory=list)
+    """Whether a value depends on no weight and no data, as positions counted from 0."""
     numbers: list[dict[str, Number]] = field(default_factory=list)
     """The numbers that each operator is given, by argument, without sizes."""
     completed: tuple[Place, Any] | None = None
@@ -63,20 +66,18 @@ class Values:
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not found:
             return
-        sources = dict.fromkeys(
-            self._makers[leaf]
-            for leaf in tree_leaves(given)
-            if isinstance(leaf, Tensor) and leaf in self._makers
-        )
+        leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        sources = dict.fromkeys(self._makers[leaf] for leaf in leaves if leaf in self._makers)
+        is_free = all(leaf in self._makers for leaf in leaves) and not name.startswith(RANDOM)
+        self.is_free.append(is_free and all(self.is_free[source] for source in sources))
         key = (calls[-1] if calls else "", line, str(operator))
         self.places.append((key, len(self.of[key])))
         self.of[key].append(len(self.tensors))
         for one in found:
             self._makers[one] = len(self.tensors)
         self.sources.append(tuple(sources))
-        reads = any(isinstance(leaf, Tensor) for leaf in tree_leaves(given))
         is_by_row = torch.Tag.pointwise in operator.tags or name in ROW_BY_ROW
-        self.mixes.append(reads and not is_by_row)
+        self.mixes.append(bool(leaves) and not is_by_row)
         self.tensors.append(self._copy(operator, found[0]))
         self.numbers.append(_numbers_in(operator, given))
 
@@ -102,7 +103,7 @@ class Values:
         return {
             place: tuple(one.shape)
             for place, one in zip(self.places, self.tensors, strict=True)
-            if one is not None and one.is_floating_point() and operator_of(place[0]) in OVER_PARTS
+            if one is not None and operator_of(place[0]) in OVER_PARTS
         }
 
     def note_group(self, calls: Sequence[str], group: Any) -> None:

@@ -24,9 +24,12 @@ from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Update
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import HeldParts
+from titanlite.tools.verify.wording import is_near
 
 # Larger weights are not looked at.
 MOST_ELEMENTS = 1 << 24
+# The epsilon in an update's divisor does not scale with it.
+SCALED = 1e-4
 
 Fingerprint = dict[str, tuple[float, float]]
 
@@ -112,6 +115,33 @@ def _judge(
             num_kept = 0 if (own - before)[is_wrong].any() else int(is_wrong.sum())
             num_zero = 0 if known[is_wrong].any() else int(is_wrong.sum())
             decay = agreement(own - known, before, before)
-            is_unchanged = torch.equal(known, before)
-            found[name] = Update(fit, is_alone, decay, num_kept, num_zero, is_unchanged)
+            scale = _scale(own - before, known - before, before)
+            adam_step = None if scale is None else _adam_step(request, step, scale)
+            found[name] = Update(
+                *(fit, is_alone, decay, num_kept, num_zero),
+                is_unchanged=torch.equal(known, before),
+                scale=scale,
+                adam_step=adam_step,
+            )
     return found
+
+
+def _scale(own: Tensor, known: Tensor, before: Tensor) -> float | None:
+    """How often the change `known` of a weight is in `own`, beside a part of the weight itself."""
+    if own.numel() < 4 or not (own - known).any():
+        return None
+    of_both = torch.stack([t.double().flatten() for t in (known, before)], 1)
+    solved = torch.linalg.lstsq(of_both, own.double().flatten()[:, None], driver="gelsd").solution
+    left = of_both @ solved - own.double().flatten()[:, None]
+    return solved[0].item() if left.norm() < SCALED * own.norm() else None
+
+
+def _adam_step(request: Request, step: int, scale: float) -> int | None:
+    """The other step of which Adam's bias correction gives this scale."""
+    optimizer = make_optimizer(request, [nn.Parameter(torch.zeros(1))])
+    betas = optimizer.defaults.get("betas", ())
+    if len(betas) != 2 or not all(isinstance(beta, float) for beta in betas):
+        return None
+    correction = {n: (1 - betas[1] ** n) ** 0.5 / (1 - betas[0] ** n) for n in range(1, step + 9)}
+    near = [n for n in correction if is_near(scale, correction[n] / correction[step], SCALED)]
+    return near[0] if near and near[0] != step else None
