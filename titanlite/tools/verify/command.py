@@ -17,6 +17,7 @@ from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.observe.terminal import say, telling
+from titanlite.parallelize.float8.spec import Float8Section
 from titanlite.ranks.launch import choose_device
 from titanlite.ranks.machine import check_local_ranks, needs_threads
 from titanlite.start import check_start
@@ -125,7 +126,7 @@ def verify_one(options: Options) -> int:
         with contextlib.suppress(*([BrokenPipeError] if options.json or options.junit else [])):
             say(text)
 
-    if config.quantize.linear.float8.local_scales:
+    if config.section(Float8Section).local_scales:
         show("float8's local_scales are off here: a rank's scales cannot be those of one process")
     steps = options.steps or DEFAULT_STEPS
     if options.until_stable:
