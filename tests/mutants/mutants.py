@@ -160,11 +160,12 @@ MUTANTS = [
         r"from step 2 on|begins at step 2|accumulation is wrong|step 2",
         STEP,
         (
-            "        self.optimizer.step()\n        self.scheduler.step()\n"
-            "        self.optimizer.zero_grad(set_to_none=True)\n",
-            "        self.optimizer.step()\n        self.scheduler.step()\n"
+            "        self.scheduler.step()\n        self.optimizer.zero_grad(set_to_none=True)\n"
+            "        return lr\n\n    def _skip",
+            "        self.scheduler.step()\n"
             "        if self.scheduler.last_epoch != 1 or not self.many:\n"
-            "            self.optimizer.zero_grad(set_to_none=True)\n",
+            "            self.optimizer.zero_grad(set_to_none=True)\n"
+            "        return lr\n\n    def _skip",
         ),
         (
             "        for index, batch in enumerate(batches):\n",
@@ -401,8 +402,8 @@ MUTANTS = [
         r"backward pass.*attention\.inner",
         RING,
         (
-            "                lse[:, :, rows],\n                Scoring(tile.causal, scale, mask),\n",
-            "                lse[:, :, rows],\n                Scoring(tile.causal, scale * 1.5, mask),\n",
+            "lse[:, :, rows],\n                Scoring(tile.causal, scale, mask",
+            "lse[:, :, rows],\n                Scoring(tile.causal, scale * 1.5, mask",
         ),
     ),
     mutant(
@@ -842,9 +843,8 @@ MUTANTS = [
         r"learning rate",
         STEP,
         (
-            "        self.optimizer.step()\n        self.scheduler.step()\n",
-            "        self.optimizer.step()\n"
-            "        for _ in range(dist.get_world_size()):\n            self.scheduler.step()\n",
+            "+ 1)\n        self.scheduler.step()\n",
+            "+ 1)\n        for _ in range(dist.get_world_size()):\n            self.scheduler.step()\n",
         ),
     ),
     mutant(
@@ -1125,8 +1125,8 @@ MUTANTS = [
         r"mean of means|targets|wrong coefficients",
         STEP,
         (
-            "        return max(1, int(self._summed(torch.stack(counts).sum().double())))",
-            "        return int(torch.stack(counts).sum()) * dist.get_world_size()",
+            "        total = float(self._summed(torch.stack(counts).sum().double()))",
+            "        total = float(torch.stack(counts).sum() * dist.get_world_size())",
         ),
     ),
     mutant(

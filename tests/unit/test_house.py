@@ -19,7 +19,7 @@ TOOLS = ROOT / "titanlite/tools"
 # reads ahead, the planner's allocator and ranges, further runs that look for a rank's own part,
 # fine-tuning (adapters, conversations, peft's folders, a folder compared with transformers),
 # averages of weights, scores of attention that transformers' models have, what a plan advises, and
-# the uses of a weight in compare. The core's was 34,000: fine-tuning, averages and scores are in it.
+# the uses of a weight in compare. The core's was 34,000: it has the first three of these.
 CORE, LIBRARY, TESTS = 34_500, 81_100, 47_100
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
 GUIDES, PAGES = 25_600, 73_000
