@@ -236,9 +236,9 @@ def documents_forgotten_on_a_hop() -> AbstractContextManager[Any]:
 
     parts = ring._parts
 
-    def own_documents_only(rotation, key_rank, q, documents):
+    def own_documents_only(rotation, key_rank, q, documents, *scoring):
         own = key_rank == rotation.group.rank()
-        return parts(rotation, key_rank, q, documents if own else None)
+        return parts(rotation, key_rank, q, documents if own else None, *scoring)
 
     return patch.object(ring, "_parts", own_documents_only)
 

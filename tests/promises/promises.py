@@ -559,6 +559,17 @@ PROMISES = [
         ),
     ),
     Promise(
+        "what trains",
+        "docs/what_trains.md",
+        "`parallelism.expert_parallel_degree: 2, but the model has no experts; remove this key`",
+        Break("_expert_parallel", "    if not experts:", "    if experts is None:"),
+        (
+            "parity/test_what_trains.py::test_a_cell_of_the_table",
+            "parity/test_what_trains.py",
+            "unit/config/test_config_errors.py",
+        ),
+    ),
+    Promise(
         "frozen tensors are shown",
         "docs/own_model.md",
         "The effective plan says how many tensors are frozen.",

@@ -108,18 +108,23 @@ def wrong_validation(job: Job, shown: float) -> Iterator[str]:
     num_samples = min(size for size in sizes if size is not None and size > 0)
     total, count, at_once = 0.0, 0, section.local_batch_size
     model, state = job.parts[0].eval(), subject_of(job).state()
-    own = {name: p.detach().clone() for name, p in job.parameters.items()}
+    # Where FSDP has gathered a parameter, the model has another tensor than here.
+    averaged = [
+        (local := local_part(parameter.detach()), local.clone(), local_part(average))
+        for name, parameter in job.parameters.items()
+        if (average := state.get(f"{name}.{AVERAGE}")) is not None
+    ]
     with torch.no_grad():
-        for name, parameter in job.parameters.items():
-            parameter.copy_(state.get(f"{name}.{AVERAGE}", parameter))
+        for local, _, average in averaged:
+            local.copy_(average)
         for first in range(0, num_samples, at_once):
             indices = range(first, min(first + at_once, num_samples))
             batch = read_batch(dataset, indices, job.data.fields)
             batch = batch.to(job.world.device, getattr(torch, job.config.training.dtype))
             total += job.trainer.loss.total(call_model(model, batch), batch).item()
             count += int((batch.targets != IGNORE_INDEX).sum())
-        for name, parameter in job.parameters.items():
-            parameter.copy_(own[name])
+        for local, own, _ in averaged:
+            local.copy_(own)
     model.train()
     if not math.isclose(total / count, shown, rel_tol=1e-6):
         yield (
