@@ -68,6 +68,7 @@ JOBS = {
     "Muon": own(optimizer={"name": "Muon"}),
     "average of the weights": own(weight_averaging={"method": "ema", "decay": 0.9}),
     "label smoothing, z-loss": own(training={"label_smoothing": 0.1, "z_loss": 1e-3}),
+    "LoRA": own(lora={"rank": 4}),
     "Qwen3 (hf)": of_transformers("Qwen3Config", head_dim=16),
     "Gemma 3 (hf)": of_transformers("Gemma3TextConfig"),
     "gpt-oss (hf)": of_transformers("GptOssConfig"),
