@@ -54,6 +54,11 @@ class Balancer:
         self.loss: float | None = None
         """The auxiliary loss of the last step, summed over layers, the mean over sequences."""
 
+    @property
+    def num_sums(self) -> int:
+        """The numbers that `finish` sums over the ranks."""
+        return sum(self.sizes.values()) + 2
+
     def start(self, num_sequences: int) -> None:
         """Start a step of `num_sequences` sequences on all ranks."""
         for layer in self.layers.values():
@@ -64,7 +69,7 @@ class Balancer:
     def finish(self) -> None:
         """Sum the tallies over all ranks: a token counts on the one rank that routes it."""
         sizes = [*self.sizes.values(), 1, 1]
-        self._sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
+        self._sums = torch.zeros(self.num_sums, dtype=torch.float64, device=self._device)
         *rows, dropped, loss = self._sums.split(sizes)
         self._rows = dict(zip(self.sizes, rows, strict=True))
         for name, layer in self.layers.items():
