@@ -234,12 +234,16 @@ class WeightAveraging(Section):
     """An average of the weights, which is validated and exported instead of them"""
 
     method: Literal["none", "ema", "last_k"] = key(
-        "none", "an exponential moving average, or the mean of the last k weights"
+        "none", "an exponential moving average, or the mean of the last k weights", torchtitan=OWN
     )
-    decay: float = key(0.999, "ema: the average's share of its next value", ge=0, lt=1)
-    k: PositiveInt = key(5, "last_k: how many weights; each takes the memory of a copy")
-    freq: PositiveInt = key(1, "steps between the weights that are averaged")
-    start_step: PositiveInt = key(1, "first step whose weights are averaged")
+    decay: float = key(
+        0.999, "ema: the average's share of its next value", torchtitan=OWN, ge=0, lt=1
+    )
+    k: PositiveInt = key(
+        5, "last_k: how many weights; each takes the memory of a copy", torchtitan=OWN
+    )
+    freq: PositiveInt = key(1, "steps between the weights that are averaged", torchtitan=OWN)
+    start_step: PositiveInt = key(1, "first step whose weights are averaged", torchtitan=OWN)
 
     @property
     def num_copies(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.errors import quote
-from titanlite.fields import Name, Section, Values, key, reads
+from titanlite.fields import OWN, Name, Section, Values, key, reads
 from titanlite.parallelize.async_tensor_parallel.spec import ASYNC_TP
 from titanlite.parallelize.feature import Feature, Variation
 from titanlite.parallelize.fsdp.spec import SHARDED
@@ -32,7 +32,9 @@ class Float8Section(Section):
         (), "parts of names of layers not to convert; auto_filter_small_kn: small layers"
     )
     local_scales: bool = key(
-        False, "scale by each rank's own tokens, as torchao does; the numbers depend on the plan"
+        False,
+        "scale by each rank's own tokens, as torchao does; the numbers depend on the plan",
+        torchtitan=OWN,
     )
     emulate: bool = key(False, "emulate float8, even if the hardware supports it")
 
