@@ -1,5 +1,6 @@
 """Good jobs: what a file and a command line come to, and what a person is told about the keys."""
 
+import json
 import math
 import pickle
 import re
@@ -16,6 +17,7 @@ from titanlite.config.document import format_config
 from titanlite.config.keys import job_keys
 from titanlite.config.toml import parse_toml
 from titanlite.errors import ConfigError, quote
+from titanlite.fields import OWN
 from titanlite.models.spec import ModelSpec
 from titanlite.observe.run_facts import name_idle_keys
 from titanlite.registry import MODELS
@@ -86,6 +88,16 @@ def test_command_line_forms(argv: list[str], key: str | None, value: Any) -> Non
     if key:
         section, _, leaf = key.partition(".")
         assert getattr(getattr(config, section), leaf) == value
+
+
+def test_every_key_is_torchtitans_with_its_default_or_said_to_be_titanlites_own() -> None:
+    theirs = json.loads((ROOT / "tests/golden/torchtitan_keys.json").read_text())["keys"]
+    ours = {}
+    for name, key in job_keys().items():
+        if key.torchtitan is not OWN:
+            default = key.default if key.torchtitan is ... else key.torchtitan
+            ours[name] = list(default) if isinstance(default, tuple) else default
+    assert ours == theirs
 
 
 def test_what_a_torchtitan_file_asks_beyond_titanlite_is_refused_by_name(tmp_path: Path) -> None:
