@@ -8,9 +8,10 @@ The plain loop ("bare") runs in one process. Wall time on shared cores is noise,
 of two separate runs. So the plan's ranks and the plain process take turns step by step, and each
 waits while the other runs. Every process has one thread and the same allocator setting. The control
 compares the plain loop with itself. The model is an image transformer, the "small" Llama 3 of 5
-million parameters on sequences of 1,024 bytes, or "moe_tiny" on these. "ddp4 by hand" and "fsdp4 by
-hand" are the plain loop on four ranks with PyTorch's DDP or FSDP2. With --against, the plain loop
-trains another model: "dense" has as many parameters per token as moe_tiny, without experts.
+million parameters on sequences of 1,024 bytes, or "moe_tiny" on these. "ddp4 by hand" and the like
+are the plain loop on four ranks with PyTorch's DDP, FSDP2, parallelize_module or pipelining. With
+--against, the plain loop trains another model: "dense" has as many parameters per token as
+moe_tiny, without experts.
 """
 
 import argparse
@@ -69,7 +70,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "cp4": {"context_parallel_degree": 4, "data_parallel_shard_degree": 1},
 }
 EXPERT_PLANS = {"ep4": {"data_parallel_shard_degree": 4, "expert_parallel_degree": 4}}
-BY_HAND = ("ddp4 by hand", "fsdp4 by hand")
+BY_HAND = {
+    "image": ("ddp4 by hand", "fsdp4 by hand", "tp4 by hand", "pp4 by hand"),
+    "llama": ("ddp4 by hand", "fsdp4 by hand"),
+}
 """Plain loops on four ranks."""
 TARGETS = {"control": 1.0, "one rank": 1.03, "ddp4": 1.12, "fsdp4": 1.12, "tp2_fsdp2": 1.30,
            "tp4": 1.60, "pp4": 1.15, "cp4": 1.20, "ep4": 1.40}  # fmt: skip
@@ -100,12 +104,17 @@ def bare_loop(config: JobConfig, by_hand: str = "", rank: int = 0) -> Callable[[
 
     resolved = resolve_job(config, 1)
     model = load_model_spec(config).load_part("build")(resolved.model)
-    num_ranks = 4 if by_hand else 1
-    size = BATCH_SIZE // num_ranks
+    num_parts = 4 if by_hand.startswith(("ddp", "fsdp")) else 1
+    size = BATCH_SIZE // num_parts
+    run = model
     if by_hand.startswith("ddp"):
-        model = torch.nn.parallel.DistributedDataParallel(model)
+        run = torch.nn.parallel.DistributedDataParallel(model)
+    elif by_hand.startswith("fsdp"):
+        shard_by_hand(model, num_parts)
+    elif by_hand.startswith("tp"):
+        split_by_hand(model)
     elif by_hand:
-        shard_by_hand(model, num_ranks)
+        pipeline = pipeline_by_hand(model, rank)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
@@ -115,16 +124,22 @@ def bare_loop(config: JobConfig, by_hand: str = "", rank: int = 0) -> Callable[[
 
     def step() -> None:
         nonlocal sample
-        first = sample + rank * size
+        first = sample + (rank * size if num_parts > 1 else 0)
         batch = read_batch(dataset, range(first, first + size), spec.fields)
         sample += BATCH_SIZE
-        logits = model(batch.tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()) / num_ranks
-        loss.backward()
+        if by_hand.startswith("pp"):
+            pipeline(batch)
+        else:
+            logits = run(batch.tokens)
+            loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()) / num_parts
+            loss.backward()
+            loss.item()
+        if by_hand.startswith("tp"):  # AdamW takes no Partial gradients of norms
+            for weight in model.parameters():
+                weight.grad = weight.grad.redistribute(placements=weight.placements)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        loss.item()
 
     return step
 
@@ -144,6 +159,60 @@ def shard_by_hand(model: Any, num_ranks: int) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def split_by_hand(model: Any) -> None:
+    """PyTorch's tensor and sequence parallel styles, as in its tutorial, on four ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    table = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    gather = tp.PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
+    scatter = tp.RowwiseParallel(output_layouts=Shard(0))
+    norm = tp.SequenceParallel(sequence_dim=0)
+    plan = {
+        **{f"embeddings.{name}_emb": table for name in ("tok", "row", "col", "chan")},
+        **{f"layers.*.{name}": norm for name in ("attention_norm", "ffn_norm")},
+        **{f"layers.*.{name}": gather for name in ("attention", "feed_forward")},
+        **{f"layers.*.attention.w{name}": tp.ColwiseParallel() for name in "qkv"},
+        **{f"layers.*.feed_forward.w{name}": tp.ColwiseParallel() for name in "13"},
+        **{f"layers.*.{name}": scatter for name in ("attention.wo", "feed_forward.w2")},
+        "norm": norm,
+        "output": tp.ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+    }
+    tp.parallelize_module(model, init_device_mesh("cpu", (4,)), plan)
+
+
+def pipeline_by_hand(model: Any, rank: int) -> Callable[[Any], None]:
+    """A block on each of four ranks, in PyTorch's 1F1B with a sequence per microbatch."""
+    import torch
+    import torch.nn.functional as F
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    model.layers = torch.nn.ModuleDict({str(rank): model.layers[str(rank)]})
+    if rank > 0:
+        model.embeddings = None
+    if rank < 3:
+        model.norm = model.output = None
+
+    def loss(logits: Any, targets: Any) -> Any:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    stage = PipelineStage(model, rank, 4, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, BATCH_SIZE, loss)
+
+    def step(batch: Any) -> None:
+        losses: list[Any] = []
+        schedule.step(
+            *([batch.tokens] if rank == 0 else []),
+            target=batch.targets if rank == 3 else None,
+            losses=losses if rank == 3 else None,
+        )
+        for one in losses:
+            one.item()
+
+    return step
 
 
 def take_turns(
@@ -201,7 +270,7 @@ def measure(model: str, against: str, name: str, steps: int) -> tuple[float, flo
     """Median CPU-seconds of the plan and of the plain loop, and the median ratio per turn."""
     import tempfile
 
-    plan, by_hand = (PLANS | EXPERT_PLANS).get(name), name if name in BY_HAND else ""
+    plan, by_hand = (PLANS | EXPERT_PLANS).get(name), name if name.endswith("by hand") else ""
     num_ranks = 4 if by_hand else 1
     if plan is not None:
         num_ranks = make_parallel_dims(plan_config(model, plan), None).world_size
@@ -226,8 +295,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"medians of {arguments.steps} alternating steps, CPU-seconds over all ranks")
     print(f"{'plan':14} {'plan':>8} {'bare':>8} {'ratio':>7} {'target':>7} {'of runs':>11}")
-    by_hand = BY_HAND if arguments.model in ("image", "llama") else ()
-    for name in arguments.plans or ["control", *PLANS, *by_hand]:
+    for name in arguments.plans or ["control", *PLANS, *BY_HAND.get(arguments.model, ())]:
         against = arguments.against or arguments.model
         of_run = partial(measure, arguments.model, against, name, arguments.steps)
         found = [of_run() for _ in range(arguments.runs)]
