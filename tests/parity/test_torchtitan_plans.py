@@ -166,8 +166,9 @@ def test_the_debugger_stops_one_rank(capsys: pytest.CaptureFixture[str]) -> None
         backend = "--parallelism.spmd_backend=partial_dtensor"
         assert main(["debug", job, TP2, backend, "--rank=1"]) == 1
     out = capsys.readouterr().out
-    assert "rank 0 is waiting for rank 1 in all_gather" in out
-    assert "torchtitan/protocols/module.py" in out
+    # Which of two ranks goes on after a collective differs between versions of torch.
+    assert re.search(r"rank 0 is .*/torchtitan/(protocols/module|models/llama3/model)\.py:\d+", out)
+    assert "rank 1 is at tests/parity/torchtitan_plan/configs.py" in out
 
 
 @needs_torchtitan

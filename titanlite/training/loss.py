@@ -5,7 +5,7 @@ pass. The spec of a data set names its loss.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,14 +178,15 @@ def _reduced(tensor: Any, operator: str, group: str) -> Any:
     return calls.wait_tensor(calls.all_reduce(tensor, operator, group)) if group else tensor
 
 
-def _chunks(dtype: torch.dtype, logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _chunks(dtype: torch.dtype, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     """Rows of logits [N, V] that take at most LARGEST_CHUNK bytes in `dtype`, and of others [N]."""
     most = LARGEST_CHUNK // (logits.size(1) * dtype.itemsize)
     if logits.is_cpu:  # less fits into its cache
         most = min(most, max(most // 128, logits.size(0) // 64))
     # The compiler fuses what is done with all rows.
     number = max(1, logits.size(0) if torch.compiler.is_compiling() else most)
-    yield from zip(*(one.split(number) for one in (logits, *others)), strict=True)
+    # No generator: in a backward pass torch 2.14 does not compile one.
+    return list(zip(*(one.split(number) for one in (logits, *others)), strict=True))
 
 
 def whole_loss(loss: Any) -> Any:
