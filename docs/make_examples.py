@@ -13,7 +13,6 @@ import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -23,8 +22,10 @@ from sklearn.datasets import load_digits
 
 import titanlite
 from titanlite.config import parse_args, resolve_job
+from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import in_brief
 from titanlite.observe.run_facts import Data, Machine, run_facts
+from titanlite.tools.torchtitan.stand_ins import require_torchtitan
 
 FOLDER = Path(__file__).parent / "examples"
 README = Path(__file__).parents[1] / "README.md"
@@ -53,12 +54,21 @@ def written(page: str) -> str:
     """The page with what each command prints, without tables and what is also seen."""
 
     def block(found: re.Match[str]) -> str:
-        if "torchtitan" in found[1] and not find_spec("torchtitan"):
+        if "torchtitan" in found[1] and missing_torchtitan():
             return found[0]
         said = output(FOLDER / found[1], *found[2].split())
         return f"$ python docs/examples/{found[1]}{found[2]}\n{shown(said)}"
 
     return BLOCK.sub(block, page)
+
+
+def missing_torchtitan() -> str:
+    """Why programs that import TorchTitan do not run here."""
+    try:
+        require_torchtitan()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def readme(page: str) -> str:

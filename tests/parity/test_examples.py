@@ -1,7 +1,6 @@
 """docs/examples: what the broken programs print is on the page, and the corrected ones agree."""
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import make_examples
@@ -29,5 +28,5 @@ def test_the_page_shows_what_each_program_prints() -> None:
         assert "likely cause: " in wrong
         assert corrected.startswith(" --corrected\n")
         assert "AGREES: " in corrected
-    if not find_spec("torchtitan"):
-        pytest.skip('torchtitan_module.py has not run: pip install -e ".[torchtitan]" brings it')
+    if why := make_examples.missing_torchtitan():
+        pytest.skip(f"torchtitan_module.py has not run: {why}")

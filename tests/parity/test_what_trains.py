@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_hf import SCORED, TOKENS, job
 from training import merged
 
@@ -138,6 +139,8 @@ def test_a_cell_of_the_table(verifying: Verifier, name: str, plan: str) -> None:
             JOBS[name](plan_of(plan))
         assert refused.value.problems[0].startswith(REFUSALS[said.strip("[]")])
         return
+    if "seq2seq" in name and torch.__version__ < (2, 12):
+        pytest.skip("in its FSDP, a table of two in a unit cannot be used twice")
     found = verifying.verify(JOBS[name](plan_of(plan)), steps=2)
     assert found.agrees, found.findings
     assert largest(found) < 10 * float(said)

@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed import fsdp
 from torch.distributed._symmetric_memory import _fused_all_gather_matmul_fallback
 from torch.distributed._symmetric_memory import (
     _fused_matmul_reduce_scatter_fallback as _matmul_reduce_scatter,
@@ -124,6 +125,8 @@ def require_torchtitan() -> None:
         raise ConfigError(f"torchtitan: is not installed; {INSTALL}") from None
     if not version.startswith("0.3."):
         raise ConfigError(f"torchtitan: release {version} is installed, not 0.3; {INSTALL}")
+    if not hasattr(fsdp, "DataParallelMeshDims"):
+        raise ConfigError(f"torchtitan: 0.3 needs a newer torch than {torch.__version__}")
 
 
 @contextlib.contextmanager
