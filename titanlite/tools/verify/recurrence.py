@@ -83,9 +83,9 @@ class Recurrence:
 
     def _wrong_samples(self, step: int, fields: Mapping[str, Tensor]) -> Iterator[str]:
         """Whether the step trains on the samples that follow those of the previous step."""
-        size = self._job.resolved.global_batch_size
+        size = self._job.resolved.num_sequences(step, step)
         name, rows = next(iter(fields.items()))
-        first = (step - 1) * size
+        first = self._job.resolved.num_sequences(1, step - 1)
         expected: Counter[bytes] = Counter()
         for index in range(first, first + size):
             sample = self._job.dataset.sample(index)
