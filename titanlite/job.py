@@ -346,7 +346,6 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
         data=plain.data,
         sampler=GlobalBatchSampler(
             plain.dataset,
-            global_batch_size=resolved.global_batch_size,
             dp_degree=dims.dp,
             dp_rank=dims.data_rank(world.rank),
             local_batch_size=config.training.local_batch_size,

@@ -495,10 +495,9 @@ MUTANTS = [
         r"positions are wrong under context parallelism",
         BATCH,
         (
-            "            else layout.shard(field, dim, rank)\n",
-            "            else (\n                field[: len(field) // layout.num_ranks]\n"
-            '                if name == "positions"\n'
-            "                else layout.shard(field, dim, rank)\n            )\n",
+            "        return cut\n",
+            "        own = self.positions[: len(self.positions) // layout.num_ranks]\n"
+            "        return cut.replace(positions=own)\n",
         ),
     ),
     mutant(
@@ -660,7 +659,7 @@ MUTANTS = [
         FSDP,
         r"data depend on the plan|sequences",
         SAMPLER,
-        ("        self.state += whole\n", "        self.state += own\n"),
+        ("        self.state += global_batch_size\n", "        self.state += own\n"),
     ),
     mutant(
         "the sampler moves on by another step's batch",
@@ -668,7 +667,7 @@ MUTANTS = [
         also(FSDP, **GROWING),
         r"step 2 does not train on samples 8 to 23",
         SAMPLER,
-        ("        self.state += whole\n", "        self.state += self._global_batch_size\n"),
+        ("        self.state += global_batch_size\n", "        self.state += 8\n"),
     ),
     mutant(
         "each step divides by the targets of the first",
@@ -1297,8 +1296,8 @@ REFACTORINGS: list[Mutant] = [
             "            for start in range(0, own, size)\n",
         ),
         (
-            "        self.state += whole\n",
-            "        base, count = self.state, self._dp_degree\n        self.state += whole\n",
+            "        self.state += global_batch_size\n",
+            "        base, count = self.state, self._dp_degree\n        self.state += global_batch_size\n",
         ),
     ),
     mutant(

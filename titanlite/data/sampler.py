@@ -28,7 +28,6 @@ class GlobalBatchSampler:
     def __init__(
         self,
         dataset: Dataset,
-        global_batch_size: int,
         dp_degree: int,
         dp_rank: int,
         local_batch_size: int,
@@ -37,22 +36,20 @@ class GlobalBatchSampler:
     ) -> None:
         self.state = 0
         self._dataset = dataset
-        self._global_batch_size = global_batch_size
         self._dp_degree, self._dp_rank = dp_degree, dp_rank
         self._local_batch_size = local_batch_size
         self._fields = fields or {}
         self._seed = seed
 
-    def draw(self, global_batch_size: int | None = None) -> list[Batch]:
+    def draw(self, global_batch_size: int) -> list[Batch]:
         """This rank's batches of the next step, of `local_batch_size` sequences each.
 
         Concatenated in rank order, the parts of all ranks are the samples
         [state, state + global_batch_size). `state` then advances by the global batch size.
         """
-        whole, size = global_batch_size or self._global_batch_size, self._local_batch_size
-        own = whole // self._dp_degree
+        own, size = global_batch_size // self._dp_degree, self._local_batch_size
         first = self.state + self._dp_rank * own
-        self.state += whole
+        self.state += global_batch_size
         stop = first + own
         return [
             read_batch(self._dataset, range(start, start + size), self._fields, self._seed)
