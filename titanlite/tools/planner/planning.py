@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from titanlite.config import JobConfig, ResolvedJob, override, parse_args, resolve_job
+from titanlite.config import JobConfig, ResolvedJob, parse_args, resolve_job
 from titanlite.config.data import has_tokens
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
@@ -146,7 +146,6 @@ def plan_job(
     tokens.
     """
     check_layers(resolved)
-    resolved, of_batch = of_largest_batch(resolved)
     config, dims, offloaded = resolved.config, resolved.dims, offloads(resolved)
     if offloaded and hardware is not None:
         _ = hardware.offload_host
@@ -194,7 +193,7 @@ def plan_job(
     ]
     about = dims, ranks, method, hardware, prediction
     samples = 0 if has_tokens(config) else resolved.seq_len
-    plan = JobPlan(*about, cost=cost, applied=applied, notes=of_batch, sample_tokens=samples)
+    plan = JobPlan(*about, cost=cost, applied=applied, sample_tokens=samples)
     if compositions and (again := _repeated_in_halves(resolved)):
         plan.notes.append(
             f"schedule: it splits the backward pass, and each half runs {again} again; composed "
@@ -218,19 +217,6 @@ def plan_job(
             f'"{LOW}"'
         )
     return plan
-
-
-def of_largest_batch(resolved: ResolvedJob) -> tuple[ResolvedJob, list[str]]:
-    """The job with its largest global batch in every step, and a note if other steps have others.
-
-    Each microbatch is as large in every step, so memory is as large, and time is that of the batch.
-    """
-    if len(resolved.batch_sizes) == 1:
-        return resolved, []
-    first, size = max(resolved.batch_sizes, key=lambda one: one[1])
-    keys = {"training.batch_size_schedule": [], "training.global_batch_size": size}
-    note = f"batch: time and memory are of the largest batch, {size} from step {first} on"
-    return resolve_job(override(resolved.config, keys), resolved.dims.world_size), [note]
 
 
 def resolve(
@@ -271,6 +257,12 @@ def plannable(
     if config.compile.enable:
         notes.append("compile: operators are counted one by one; the compiler fuses some of them")
     training = config.training
+    if schedule := dict(training.batch_size_schedule):
+        # A microbatch is as large in every step, so the largest batch takes as much memory.
+        size = max({1: training.global_batch_size, **schedule}.values())
+        changes = {"batch_size_schedule": (), "global_batch_size": size}
+        config = config.model_copy(update={"training": training.model_copy(update=changes)})
+        notes.append(f"batch: time and memory are of the steps with the largest, {size} sequences")
     if training.enable_cpu_offload and device != "cuda":
         notes.append("offload: planned on CPU, where device and host are one: nothing is copied")
     elif training.enable_cpu_offload and not training.cpu_offload_pin_memory:
