@@ -665,7 +665,7 @@ MUTANTS = [
         "the sampler moves on by another step's batch",
         "data",
         also(FSDP, **GROWING),
-        r"step 2 does not train on samples 8 to 23",
+        r"step 3 does not train on samples 24 to 39",
         SAMPLER,
         ("        self.state += global_batch_size\n", "        self.state += 8\n"),
     ),
