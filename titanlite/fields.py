@@ -1,5 +1,6 @@
 """The building blocks of the schema: key(), field types, marks for missing features, and checks."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -9,6 +10,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PositiveInt,
     Strict,
     ValidationInfo,
     field_validator,
@@ -43,6 +45,14 @@ def _count_or_minus_one(value: int) -> int:
     return value
 
 
+def _in_order(value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    if any(b <= a for (a, _), (b, _) in itertools.pairwise(value)):
+        raise ValueError
+    # A step of the same size changes nothing: a list of all steps is as short as can be.
+    before = [None, *(size for _, size in value)]
+    return tuple(one for one, size in zip(value, before, strict=False) if one[1] != size)
+
+
 def _block_interval_or_op(value: str) -> str:
     if value != "op" and not (value.isascii() and value.isdecimal() and int(value) > 0):
         raise ValueError
@@ -68,6 +78,15 @@ CountOrMinusOne = Annotated[
     int,
     AfterValidator(_count_or_minus_one),
     Wanted("an integer of at least 1, or -1", brief="int >= 1, or -1"),
+]
+BatchSizes = Annotated[
+    tuple[Annotated[tuple[PositiveInt, PositiveInt], Strict(False)], ...],
+    Strict(False),
+    AfterValidator(_in_order),
+    Wanted(
+        "a list of [step, sequences] with ascending steps, such as [[1001, 64]]",
+        brief="list of [step, sequences]",
+    ),
 ]
 BlockIntervalOrOp = Annotated[
     str,

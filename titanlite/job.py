@@ -146,28 +146,36 @@ class Job:
 
     def step(self, number: int | None = None) -> StepResult:
         """Train on the next global batch; `number` is the step of the run."""
-        batches = self.draw()
+        batches = self.draw(number)
         if self._reader is not None and number and number < self.config.training.steps:
-            ahead = copy.copy(self.sampler)
-            self._ahead = ahead.state, self._reader.submit(self._read, ahead)
+            ahead, size = (
+                copy.copy(self.sampler),
+                self.resolved.num_sequences(number + 1, number + 1),
+            )
+            self._ahead = ahead.state, self._reader.submit(self._read, ahead, size)
         return self.trainer.step(batches, number)
 
-    def draw(self) -> list[Batch]:
-        """This rank's part of the next global batch, as one batch per accumulation step."""
+    def draw(self, number: int | None = None) -> list[Batch]:
+        """This rank's part of the next global batch, as one batch per accumulation step.
+
+        `number` is the step of the run, by default that of the learning-rate schedule.
+        """
+        number = number or self.trainer.scheduler.last_epoch + 1
+        size = self.resolved.num_sequences(number, number)
         first, ahead, self._ahead = self.sampler.state, self._ahead, None
         if self.trainer.generators is not None:
             self.trainer.generators.start_reading(first)
         if ahead is not None and ahead[0] == first:
-            self.sampler.state += self.resolved.global_batch_size
+            self.sampler.state += size
             return ahead[1].result()
         before = states_of_generators(self.world.device)
-        batches = self._read(self.sampler)
+        batches = self._read(self.sampler, size)
         if states_of_generators(self.world.device) != before:
             self._reader = None  # it would draw from the generators of the running step
         return batches
 
-    def _read(self, sampler: GlobalBatchSampler) -> list[Batch]:
-        batches = [self._own_part(batch) for batch in sampler.draw()]
+    def _read(self, sampler: GlobalBatchSampler, size: int) -> list[Batch]:
+        batches = [self._own_part(batch) for batch in sampler.draw(size)]
         if sampler is not self.sampler and self.world.device.type == "cuda":
             # A step has read its loss, so the next copies may take the memory of its batch.
             torch.cuda.current_stream().synchronize()
@@ -338,7 +346,6 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
         data=plain.data,
         sampler=GlobalBatchSampler(
             plain.dataset,
-            global_batch_size=resolved.global_batch_size,
             dp_degree=dims.dp,
             dp_rank=dims.data_rank(world.rank),
             local_batch_size=config.training.local_batch_size,

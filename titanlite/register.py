@@ -121,6 +121,7 @@ LOSSES.home = METRICS.home = OPTIMIZERS.home = SCHEDULERS.home = __name__
 _OF_LOSSES = "titanlite.training.loss:"
 LOSSES.add(LossSpec(WEIGHTED, f"{_OF_LOSSES}weighted_loss", f"{_OF_LOSSES}sum_of_weights"))
 LOSSES.add(LossSpec("squared_error", f"{_OF_LOSSES}squared_error", None))
+LOSSES.add(LossSpec("contrastive", f"{_OF_LOSSES}contrastive", None, "batch"))
 METRICS.add(FunctionSpec("accuracy", "titanlite.training.metrics:accuracy"))
 for _name in ("AdamW", "Adam", "SGD", "Muon"):
     OPTIMIZERS.add(FunctionSpec(_name, "titanlite.training.optimizer:build_optimizer"))

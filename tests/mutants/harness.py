@@ -130,7 +130,11 @@ def edited(edits: Iterable[Edit], parts: Iterable[str] = LIBRARY) -> Iterator[Pa
 
 def environment(folder: Path) -> dict[str, str]:
     """The environment of a process that imports the library from `folder`."""
-    return {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{folder}:{Path(__file__).parent}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def _apply(folder: Path, edit: Edit) -> None:

@@ -120,6 +120,66 @@ CAPACITY, EXPERT_LAYER = (
     "titanlite/modules/experts/layer.py",
 )
 
+GROWING = {"training": {"batch_size_schedule": [[2, 16]]}}
+
+
+def of_loss(name: str) -> Sections:
+    """A job of own_jobs.py with a loss that titanlite has by name."""
+    return {
+        "experimental": {"custom_import": "own_jobs"},
+        "model": {"name": name, "flavor": "default"},
+        "training": {"dataset": name, "loss": name},
+    }
+
+
+GATHER, WEIGHTS = "_GatherSamples.apply(tensor, dim, group)", 'weights_BT=batch["weights"]'
+TOTAL = "return self._total(tree_unflatten(values, spec), whole)"
+SQUARED = "    return errors.where(targets != IGNORE_INDEX, 0.0).sum()\n"
+SUM_OF_WEIGHTS = (
+    '    return batch["weights"].where(batch.targets != IGNORE_INDEX, 0.0).double().sum()\n'
+)
+LOSS_EDITS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "weighted_cross_entropy",
+        "weights are divided by their sum on a rank",
+        r"mean over the weights or targets of the samples",
+        ((f"{WEIGHTS}, **used)", f"{WEIGHTS} / sum_of_weights(batch), **used)"),),
+    ),
+    (
+        "weighted_cross_entropy",
+        "weighted losses are divided by the number of targets",
+        r"has targets of the weight \d+\.\d+ but divides its loss by",
+        ((SUM_OF_WEIGHTS, "    return batch.count_targets()\n"),),
+    ),
+    (
+        "squared_error",
+        "squared errors have the mean of a rank",
+        r"mean over the samples",
+        ((SQUARED, SQUARED.replace("sum", "mean")),),
+    ),
+    (
+        "contrastive",
+        "gradients of embeddings are a rank's own share",
+        r"0\.5 times as large .* 1 over the degree of dp_",
+        (("return own * ctx.group.size(), None", "return own, None"),),
+    ),
+    (
+        "contrastive",
+        "embeddings are gathered without gradients",
+        r"does not depend on one\.up\.weight|no gradient of the output of the model arrives",
+        ((GATHER, GATHER.replace("tensor,", "tensor.detach(),")),),
+    ),
+    (
+        "contrastive",
+        "negatives are those of one rank",
+        r"a rank compares its samples only with its own",
+        (
+            ("for group in reversed(self._groups):", "for group in self._groups[:0]:"),
+            (f"{TOTAL} / number", TOTAL),
+        ),
+    ),
+)
+
 MUTANTS = [
     # Accumulation: also wrong on one process.
     mutant(
@@ -435,10 +495,9 @@ MUTANTS = [
         r"positions are wrong under context parallelism",
         BATCH,
         (
-            "            else layout.shard(field, dim, rank)\n",
-            "            else (\n                field[: len(field) // layout.num_ranks]\n"
-            '                if name == "positions"\n'
-            "                else layout.shard(field, dim, rank)\n            )\n",
+            "        return cut\n",
+            "        own = self.positions[: len(self.positions) // layout.num_ranks]\n"
+            "        return cut.replace(positions=own)\n",
         ),
     ),
     mutant(
@@ -592,10 +651,7 @@ MUTANTS = [
         FSDP,
         r"data depend on the plan|read sequences",
         SAMPLER,
-        (
-            "        first = self.state + self._dp_rank * self._rank_batch_size\n",
-            "        first = self.state\n",
-        ),
+        ("        first = self.state + self._dp_rank * own\n", "        first = self.state\n"),
     ),
     mutant(
         "the sampler moves on by a rank's part",
@@ -603,10 +659,32 @@ MUTANTS = [
         FSDP,
         r"data depend on the plan|sequences",
         SAMPLER,
+        ("        self.state += global_batch_size\n", "        self.state += own\n"),
+    ),
+    mutant(
+        "the sampler moves on by another step's batch",
+        "data",
+        also(FSDP, **GROWING),
+        r"step 3 does not train on samples 24 to 39",
+        SAMPLER,
+        ("        self.state += global_batch_size\n", "        self.state += 8\n"),
+    ),
+    mutant(
+        "each step divides by the targets of the first",
+        "accumulation",
+        also(FSDP, **GROWING),
+        r"step 2 has \d+ targets but divides its loss by \d+",
+        STEP,
         (
-            "        self.state += self._global_batch_size\n",
-            "        self.state += self._rank_batch_size\n",
+            "        return (int(total) if total.is_integer() else total) or 1\n",
+            "        self._count = getattr(self, '_count', total)\n        return self._count\n",
         ),
+    ),
+    # Losses by name.
+    *(
+        mutant(f"{name} ({plan})", "loss", also(job, **of_loss(of)), says, LOSS, *edits)
+        for plan, job in (("DDP", DDP), ("FSDP", FSDP))
+        for of, name, says, edits in LOSS_EDITS
     ),
     mutant(
         "data shards are numbered by the wrong axis",
@@ -1215,12 +1293,11 @@ REFACTORINGS: list[Mutant] = [
             "            read_batch(\n                self._dataset,\n"
             "                [base + i * count + self._dp_rank for i in range(start, start + size)],\n"
             "                self._fields,\n                self._seed,\n            )\n"
-            "            for start in range(0, self._rank_batch_size, size)\n",
+            "            for start in range(0, own, size)\n",
         ),
         (
-            "        self.state += self._global_batch_size\n",
-            "        base, count = self.state, self._global_batch_size // self._rank_batch_size\n"
-            "        self.state += self._global_batch_size\n",
+            "        self.state += global_batch_size\n",
+            "        base, count = self.state, self._dp_degree\n        self.state += global_batch_size\n",
         ),
     ),
     mutant(

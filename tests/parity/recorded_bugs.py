@@ -292,12 +292,13 @@ def data_by_rank() -> AbstractContextManager[Any]:
     """Each data-parallel rank reads on from its own place, by its own batch."""
     from titanlite.data.sampler import GlobalBatchSampler, read_batch
 
-    def draw(self):
-        first = self.state // self._global_batch_size * self._rank_batch_size + self._dp_rank
-        self.state += self._global_batch_size
+    def draw(self, whole):
+        own = whole // self._dp_degree
+        first = self.state // whole * own + self._dp_rank
+        self.state += whole
         return [
             read_batch(self._dataset, range(start, start + self._local_batch_size), {})
-            for start in range(first, first + self._rank_batch_size, self._local_batch_size)
+            for start in range(first, first + own, self._local_batch_size)
         ]
 
     return patch.object(GlobalBatchSampler, "draw", draw)

@@ -37,8 +37,8 @@ import torch
 from torch import nn
 
 import titanlite
-from clip.loss import contrastive
 from clip.model import Clip, Sizes
+from titanlite.training.loss import contrastive
 
 
 def mean(outputs, batch):

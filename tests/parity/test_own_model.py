@@ -140,8 +140,8 @@ def test_a_loss_is_chosen_by_name() -> None:
     with pytest.raises(ConfigError) as caught:
         JobConfig.from_dict({"training": {"loss": "own"}})
     assert caught.value.problems == (
-        'training.loss: no loss "own" is registered; give "weighted_cross_entropy" or '
-        '"squared_error", or set '
+        'training.loss: no loss "own" is registered; give "weighted_cross_entropy", '
+        '"squared_error" or "contrastive", or set '
         "experimental.custom_import to a module that calls titanlite.register_loss",
     )
     register_loss("own", "titanlite.training.loss:next_token_loss")

@@ -716,7 +716,7 @@ PROMISES = [
     Promise(
         "the whole batch of a loss that compares samples",
         "docs/losses.md",
-        "Then `total` gets the outputs and fields of the global batch, in its order, gathered",
+        '`"contrastive"` gets the embeddings of the global batch, in its order, gathered',
         Break(
             "_GatherSamples.forward",
             "dist.all_gather(parts, tensor.contiguous(), group=group)",

@@ -212,26 +212,28 @@ def _sequence(job: Draft) -> Iterator[str]:
         )
 
 
-@reads(
-    *(f"parallelism.{DEGREES[axis]}" for axis in axes_where(batch="samples")),
-    "training.local_batch_size",
-    "training.global_batch_size",
-)
+BATCH = [f"training.{key}" for key in ("local_batch_size", "global_batch_size")]
+BATCH.append("training.batch_size_schedule")
+
+
+@reads(*(f"parallelism.{DEGREES[axis]}" for axis in axes_where(batch="samples")), *BATCH)
 def _batch(job: Draft) -> Iterator[str]:
-    """global_batch_size is a multiple of local_batch_size times the data-parallel degree."""
-    local, batch = job.config.training.local_batch_size, job.config.training.global_batch_size
-    at_once = local * job.dims.dp
-    if batch != -1 and batch % at_once:
-        legal = nearest(batch, range(at_once, batch + at_once + 1, at_once))
-        yield (
-            f"training.global_batch_size: {batch} is not a multiple of {at_once} "
-            f"(local_batch_size {local} x data-parallel degree {job.dims.dp}); give {legal}"
-        )
+    """global_batch_size, and each size of batch_size_schedule, is a multiple of local_batch_size
+    times the data-parallel degree."""
+    training = job.config.training
+    local, at_once = training.local_batch_size, training.local_batch_size * job.dims.dp
+    sizes = {size: "batch_size_schedule" for _, size in training.batch_size_schedule}
+    for batch, key in {**sizes, training.global_batch_size: "global_batch_size"}.items():
+        if batch != -1 and batch % at_once:
+            legal = nearest(batch, range(at_once, batch + at_once + 1, at_once))
+            yield (
+                f"training.{key}: {batch} is not a multiple of {at_once} "
+                f"(local_batch_size {local} x data-parallel degree {job.dims.dp}); give {legal}"
+            )
 
 
 @reads(
-    *("training.loss", "training.local_batch_size", "training.global_batch_size", "validation"),
-    *("experimental.custom_import", *PIPELINE_KEYS),
+    *("training.loss", *BATCH, "validation", "experimental.custom_import", *PIPELINE_KEYS),
     *("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"),
 )
 def _batch_loss(job: Draft) -> Iterator[str]:
@@ -240,9 +242,14 @@ def _batch_loss(job: Draft) -> Iterator[str]:
     name = job.config.training.loss
     if name is None or not is_over_batch(name):
         return
-    batch, dp, pipeline = job.global_batch_size, job.dims.dp, job.pipeline
-    local = job.config.training.local_batch_size
+    (_, batch), *later = job.batch_sizes
+    dp, pipeline, local = job.dims.dp, job.pipeline, job.config.training.local_batch_size
     over = f"the loss {quote(name)} is over the whole batch"
+    if later:
+        yield (
+            f"training.batch_size_schedule: {over}, whose size decides how many samples a sample "
+            "is compared with; remove this key"
+        )
     if batch > local * dp and batch % dp == 0:
         yield (
             f"training.global_batch_size: {over}, so it cannot be accumulated in "

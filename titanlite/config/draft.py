@@ -22,11 +22,13 @@ class Draft:
     """The model's own configuration; None if a mistake leaves it unknown."""
 
     @property
-    def global_batch_size(self) -> int:
-        """Sequences per step, over all ranks."""
+    def batch_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Each change of the global batch: from which step on, and to how many sequences."""
         training = self.config.training
         size = training.global_batch_size
-        return training.local_batch_size * self.dims.dp if size == -1 else size
+        first = training.local_batch_size * self.dims.dp if size == -1 else size
+        changes = {1: first, **dict(training.batch_size_schedule)}
+        return tuple(changes.items())
 
     @property
     def seq_len(self) -> int:

@@ -30,17 +30,30 @@ class ResolvedJob:
     """The model's own configuration: its flavor with the overrides of [model]."""
     seq_len: int
     """Tokens in a sequence."""
-    global_batch_size: int
-    """Sequences per step, over all ranks, with -1 resolved."""
+    batch_sizes: tuple[tuple[int, int], ...]
+    """Each change of the global batch, with -1 resolved: (from which step on, sequences)."""
     pipeline: PipelinePlan | None
     """Stages and schedule; None without pipeline parallelism."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per step, over all ranks; if they change, those of the largest step."""
+        return max(size for _, size in self.batch_sizes)
+
+    def num_sequences(self, first: int, last: int) -> int:
+        """The sequences that the steps `first` to `last` read together, over all ranks."""
+        stops = [*(start for start, _ in self.batch_sizes[1:]), last + 1]
+        return sum(
+            size * max(0, min(stop, last + 1) - max(start, first))
+            for (start, size), stop in zip(self.batch_sizes, stops, strict=True)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The model's configuration may be of a user's class: a rank must import
         # experimental.custom_import before it unpickles it. What the calling script registered
         # cannot be imported, and is sent.
         specs = specs_to_send(_used(self.config), self.config.experimental.custom_import)
-        rest = (specs, self.model, self.seq_len, self.global_batch_size, self.pipeline)
+        rest = (specs, self.model, self.seq_len, self.batch_sizes, self.pipeline)
         return _unpack, (self.config, self.dims, pickles.dumps(rest))
 
 
@@ -58,12 +71,7 @@ def resolve_job(config: JobConfig, world_size: int | None = None) -> ResolvedJob
 def finish(draft: Draft) -> ResolvedJob:
     """The resolved job of a draft that has passed every check."""
     return ResolvedJob(
-        draft.config,
-        draft.dims,
-        draft.model,
-        draft.seq_len,
-        draft.global_batch_size,
-        draft.pipeline,
+        draft.config, draft.dims, draft.model, draft.seq_len, draft.batch_sizes, draft.pipeline
     )
 
 

@@ -22,6 +22,7 @@ from pydantic import (
 from titanlite.config.absent import FaultTolerance, MXLinear, QuantizedGroupedMM
 from titanlite.fields import (
     OWN,
+    BatchSizes,
     CountOrMinusOne,
     Dtype,
     Fraction,
@@ -294,6 +295,9 @@ class Training(Section):
     local_batch_size: PositiveInt = key(8, "sequences per data-parallel rank and accumulation step")
     global_batch_size: CountOrMinusOne = key(
         -1, "sequences per step, accumulated if needed; -1: local_batch_size x data-parallel degree"
+    )
+    batch_size_schedule: BatchSizes = key(
+        (), "[step, sequences]: another global_batch_size from each of these steps", torchtitan=OWN
     )
     seq_len: PositiveInt | None = key(
         None,

@@ -1,7 +1,8 @@
 """The sampler: global batches that do not depend on the plan.
 
-Step n of a run reads samples [n * G, (n + 1) * G) of its data set, where G is the global batch
-size. The plan only determines which rank reads which samples, and in how many microbatches.
+A step of a run reads the samples [state, state + G) of its data set, where G is its global batch
+size, which may change with the step. The plan only determines which rank reads which samples, and
+in how many microbatches.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,43 +23,34 @@ class GlobalBatchSampler:
     `state`, the global index of the next sample, is the only state to save and restore; it does not
     depend on the plan. `fields` are the fields of a sample besides its tokens, each with the
     dimension that counts tokens in it (see DatasetSpec). `seed` is that of the keys of the samples.
-    Raises ConfigError if the global batch does not divide evenly.
     """
 
     def __init__(
         self,
         dataset: Dataset,
-        global_batch_size: int,
         dp_degree: int,
         dp_rank: int,
         local_batch_size: int,
         fields: Mapping[str, int | None] | None = None,
         seed: int = 0,
     ) -> None:
-        if global_batch_size % (dp_degree * local_batch_size):
-            raise ConfigError(
-                f"training.global_batch_size: {global_batch_size} is not a multiple of "
-                f"{dp_degree} data-parallel ranks x training.local_batch_size {local_batch_size}; "
-                f"use a multiple of {dp_degree * local_batch_size}"
-            )
         self.state = 0
         self._dataset = dataset
-        self._global_batch_size = global_batch_size
-        self._rank_batch_size = global_batch_size // dp_degree
-        self._dp_rank = dp_rank
+        self._dp_degree, self._dp_rank = dp_degree, dp_rank
         self._local_batch_size = local_batch_size
         self._fields = fields or {}
         self._seed = seed
 
-    def draw(self) -> list[Batch]:
+    def draw(self, global_batch_size: int) -> list[Batch]:
         """This rank's batches of the next step, of `local_batch_size` sequences each.
 
         Concatenated in rank order, the parts of all ranks are the samples
         [state, state + global_batch_size). `state` then advances by the global batch size.
         """
-        first = self.state + self._dp_rank * self._rank_batch_size
-        self.state += self._global_batch_size
-        size, stop = self._local_batch_size, first + self._rank_batch_size
+        own, size = global_batch_size // self._dp_degree, self._local_batch_size
+        first = self.state + self._dp_rank * own
+        self.state += global_batch_size
+        stop = first + own
         return [
             read_batch(self._dataset, range(start, start + size), self._fields, self._seed)
             for start in range(first, stop, size)

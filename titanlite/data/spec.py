@@ -177,15 +177,14 @@ class DatasetSpec:
 
     @property
     def builder(self) -> Callable[..., Dataset]:
-        return load(self.build) if isinstance(self.build, str) else self.build
+        return load(self.build)
 
     def save_samples(
         self, path: Path, sampled: Tensor, real: Tensor, *, model: Any, title: str
     ) -> None:
         """Write sampled and real sequences, both [N, T], to a file for people to look at."""
-        show = load(self.show) if isinstance(self.show, str) else self.show
         path.parent.mkdir(parents=True, exist_ok=True)
-        show(path, sampled, real, model=model, title=title)
+        load(self.show)(path, sampled, real, model=model, title=title)
 
 
 def write_numbers(path: Path, sampled: Tensor, real: Tensor, *, model: Any, title: str) -> None:

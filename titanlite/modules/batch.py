@@ -95,33 +95,26 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """Sequences `start` to `stop` - 1."""
-        cut = {
-            name: field if (dim := self.dims[name].batch) is None else _cut(field, dim, start, stop)
-            for name, field in self.fields.items()
-        }
-        return Batch(cut, self.dims)
+        return self._cut("batch", lambda field, dim: field.narrow(dim, start, stop - start))
 
     def tokens_to(self, stop: int) -> Batch:
         """The first `stop` tokens of every sequence."""
-        cut = {
-            name: field if (dim := self.dims[name].sequence) is None else _cut(field, dim, 0, stop)
-            for name, field in self.fields.items()
-        }
+        return self._cut("sequence", lambda field, dim: field.narrow(dim, 0, stop))
+
+    def _cut(self, which: str, part: Callable[[Tensor, int], Tensor]) -> Batch:
+        """The batch with `part(field, dim)` of each field that has this dimension."""
+        dims = {name: getattr(of_field, which) for name, of_field in self.dims.items()}
+        cut = {n: f if dims[n] is None else part(f, dims[n]) for n, f in self.fields.items()}
         return Batch(cut, self.dims)
 
     def shard(self, layout: Layout, rank: int) -> Batch:
         """The shard of `rank` on the cp axis: its tokens of every sequence."""
-        cut = {
-            name: field
-            if (dim := self.dims[name].sequence) is None
-            else layout.shard(field, dim, rank)
-            for name, field in self.fields.items()
-        }
+        cut = self._cut("sequence", lambda field, dim: layout.shard(field, dim, rank))
         if self.dims.get(DOCUMENTS) == FieldDims(0, 1):
             ranks, whole = range(layout.num_ranks), self.fields[DOCUMENTS]
             numbers = torch.stack([layout.shard(whole, 1, other) for other in ranks])
             note(cut[DOCUMENTS], on_host(numbers))
-        return Batch(cut, self.dims)
+        return cut
 
     def leave_out(self, is_out: Tensor) -> Batch:
         """The batch with targets masked where `is_out`, which broadcasts to [B, T], is true.
@@ -309,7 +302,3 @@ def call_model(
     """
     first = x if isinstance(x, tuple) else (batch.input if x is None else x,)
     return module(*first, **asked_for(module, batch))
-
-
-def _cut(field: Tensor, dim: int, start: int, stop: int) -> Tensor:
-    return field.narrow(dim, start, stop - start)

@@ -176,7 +176,7 @@ class Reporter:
     ) -> None:
         """Record and show a completed step, with its validation if there is one."""
         job, resolved = self._job, self._job.resolved
-        samples_per_second = resolved.global_batch_size / result.seconds
+        samples_per_second = resolved.num_sequences(step, step) / result.seconds
         tokens_per_second = samples_per_second * resolved.seq_len
         flops_per_second = None
         if job.flops_per_token is not None:

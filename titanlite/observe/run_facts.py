@@ -15,6 +15,9 @@ from titanlite.config.resolve import ResolvedJob
 from titanlite.config.schema import JobConfig
 from titanlite.observe.first_screen import Fact
 
+# The changes of the batch size that are shown.
+MOST_SIZES = 4
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -164,10 +167,14 @@ def _dtype(config: JobConfig) -> Fact:
 
 def _batch(resolved: ResolvedJob) -> Fact:
     training, dims = resolved.config.training, resolved.dims
-    local, size = training.local_batch_size, resolved.global_batch_size
+    local, ((_, size), *later) = training.local_batch_size, resolved.batch_sizes
     ranks = f"{dims.dp} data rank{'s' * (dims.dp > 1)}"
     count = size // (local * dims.dp)
     text = f"global {size} = {ranks} x {local} x {count} accumulation"
+    for start, other in later[:MOST_SIZES]:
+        text += f"; {other} from step {start} on"
+    if len(later) > MOST_SIZES:
+        text += f"; {len(later) - MOST_SIZES} more changes, up to {resolved.global_batch_size}"
     if training.global_batch_size == -1:
         text += "; it depends on the plan: give training.global_batch_size to fix it"
         return Fact("batch", text, differs=True)
@@ -179,12 +186,12 @@ def _steps(resolved: ResolvedJob, data: Data, first_step: int) -> Fact:
     count = max(0, last - first_step + 1)
     if not count:
         return Fact("steps", f"none: {last} of {last} are done")
-    count_of_step, word = resolved.global_batch_size, "samples"
-    if has_tokens(resolved.config):
-        count_of_step, word = count_of_step * resolved.seq_len, "tokens"
-    text = f"{first_step} to {last} of {count_of_step:,} {word}"
+    unit, word = (resolved.seq_len, "tokens") if has_tokens(resolved.config) else (1, "samples")
+    sizes = [size * unit for _, size in resolved.batch_sizes]
+    ends = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
+    text = f"{first_step} to {last} of {ends} {word}"
     if data.num_training:
-        epochs = count * resolved.global_batch_size / data.num_training
+        epochs = resolved.num_sequences(first_step, last) / data.num_training
         text += f", {epochs:.0f} epochs" if epochs >= 100 else f", {epochs:.3g} epochs"
     return Fact("steps", text)
 

@@ -78,6 +78,27 @@ def squared_error(outputs: Tensor, batch: Batch) -> Tensor:
     return errors.where(targets != IGNORE_INDEX, 0.0).sum()
 
 
+def contrastive(outputs: Any, batch: Batch) -> Tensor:
+    """The sum over pairs of embeddings of CLIP's loss (arXiv 2103.00020, figure 3).
+
+    Outputs are two tensors [B, E], whose rows i are pair i, and a factor on their products, if any.
+    Of both, each row is to be matched with its pair among all B. A pair whose target is
+    IGNORE_INDEX is only a negative. Raises TitanliteError for other shapes.
+    """
+    both, number = list(outputs)[:2], tuple(batch.targets.shape)
+    shapes = [tuple(getattr(one, "shape", ())) for one in both]
+    if len({(*number, one[-1:]) for one in shapes} | {*shapes}) != 2 or len(number) != 1:
+        raise TitanliteError(
+            "training.loss: contrastive needs two outputs [B, E] and targets [B], but they are "
+            f"{' and '.join(str(list(shape)) for shape in shapes)}, and {list(number)}; change the "
+            "model or the data set"
+        )
+    logits = math.prod(outputs[2:]) * both[0] @ both[1].T
+    pairs = torch.arange(number[0], device=logits.device)
+    pairs = pairs.where(batch.targets != IGNORE_INDEX, IGNORE_INDEX)
+    return (token_loss_sum(logits, pairs) + token_loss_sum(logits.T, pairs)) / 2
+
+
 def token_loss_sum(
     logits_BTV: Tensor,
     targets_BT: Tensor,

@@ -7,15 +7,17 @@ combine what each saw first.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from titanlite.errors import number_ranks
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part
 from titanlite.ranks.peers import Peers
@@ -63,7 +65,10 @@ def explain_non_finite(
         part.zero_grad(set_to_none=True)
     with watching(parts, mine), torch.compiler.set_stance("force_eager"):
         loss = run_again()
-    return describe(Peers().gathered(mine), loss, _places(world_mesh))
+    sizes = zip(world_mesh.mesh_dim_names or (), world_mesh.mesh.shape, strict=True)
+    grid = Grid(**dict(sizes))
+    places = [grid.describe_place(rank) for rank in range(world_mesh.size())]
+    return describe(Peers().gathered(mine), loss, places)
 
 
 def describe(everyone: Sequence[Findings], loss: float, places: Sequence[str] = ()) -> str:
@@ -138,7 +143,8 @@ class _Watch:
         def note_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
             self.calls += 1
             microbatch = self.microbatch
-            for tensor in _floating(output):
+            tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+            for tensor in filter(torch.is_floating_point, tensors):
                 order = (microbatch, self.stage, self.calls)
                 seen = self.findings.output
                 if seen is None or order < seen.order:
@@ -183,28 +189,6 @@ def _sight(
     local = local_part(tensor)
     count = local.numel() - int(torch.isfinite(local).sum())
     return Sighting(name, count, local.numel(), order, microbatch) if count else None
-
-
-def _floating(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _floating(value)
-    elif isinstance(output, Iterable) and not isinstance(output, str):
-        for value in output:
-            yield from _floating(value)
-
-
-def _places(world_mesh: DeviceMesh) -> list[str]:
-    """Each rank's coordinates on the axes with more than one rank, in words."""
-    names, places = world_mesh.mesh_dim_names or (), []
-    for rank in range(world_mesh.size()):
-        (position,) = (world_mesh.mesh == rank).nonzero().tolist()
-        axes = zip(names, position, world_mesh.mesh.shape, strict=True)
-        places.append(", ".join(f"{name} {at}" for name, at, size in axes if size > 1))
-    return places
 
 
 def _name_ranks(ranks: Sequence[int], places: Sequence[str]) -> str:

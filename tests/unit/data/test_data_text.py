@@ -164,9 +164,9 @@ def test_all_plans_read_the_same_global_batch():
     def batch(dp_degree: int, local: int) -> dict[str, torch.Tensor]:
         parts = []
         for rank in range(dp_degree):
-            sampler = GlobalBatchSampler(data, 8, dp_degree, rank, local, fields)
+            sampler = GlobalBatchSampler(data, dp_degree, rank, local, fields)
             sampler.state = 16
-            parts += sampler.draw()
+            parts += sampler.draw(8)
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0].fields}
 
     whole = batch(1, 8)

@@ -121,9 +121,9 @@ def test_every_batch_has_the_keys_of_its_samples(has_tokens: bool) -> None:
     fields = {"tokens" if has_tokens else "image": 0, "targets": 0}
 
     def keys_of(seed: int, dp: int = 1, local: int = 4) -> list[torch.Tensor]:
-        samplers = [GlobalBatchSampler(images, 4, dp, r, local, fields, seed) for r in range(dp)]
+        samplers = [GlobalBatchSampler(images, dp, r, local, fields, seed) for r in range(dp)]
         return [
-            torch.cat([batch["sample_keys"] for s in samplers for batch in s.draw()])
+            torch.cat([batch["sample_keys"] for s in samplers for batch in s.draw(4)])
             for _ in range(4)
         ]
 

@@ -257,6 +257,12 @@ def plannable(
     if config.compile.enable:
         notes.append("compile: operators are counted one by one; the compiler fuses some of them")
     training = config.training
+    if schedule := dict(training.batch_size_schedule):
+        # A microbatch is as large in every step, so the largest batch takes as much memory.
+        size = max({1: training.global_batch_size, **schedule}.values())
+        changes = {"batch_size_schedule": (), "global_batch_size": size}
+        config = config.model_copy(update={"training": training.model_copy(update=changes)})
+        notes.append(f"batch: time and memory are of the steps with the largest, {size} sequences")
     if training.enable_cpu_offload and device != "cuda":
         notes.append("offload: planned on CPU, where device and host are one: nothing is copied")
     elif training.enable_cpu_offload and not training.cpu_offload_pin_memory:

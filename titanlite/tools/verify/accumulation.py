@@ -105,10 +105,11 @@ class Accumulation:
                 "splits the batch; use a norm over each sample such as GroupNorm, SyncBatchNorm on "
                 "GPUs, or fixed statistics (eval mode)"
             )
-        if mixing.is_mean:
+        if mixing.mean_over:
             return (
-                "the loss is a mean over the samples that it is given, so it depends on how the "
-                "batch is split; let total(outputs, batch) return their sum (docs/losses.md)"
+                f"the loss is a mean over the {mixing.mean_over} that it is given, so it depends "
+                "on how the batch is split; let total(outputs, batch) return their sum "
+                "(docs/losses.md)"
             )
         if mixing.of_loss:
             return (

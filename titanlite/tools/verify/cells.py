@@ -49,10 +49,10 @@ def shares_of(
     return shares
 
 
-def cells_of(plan: ResolvedJob) -> tuple[Cell, ...]:
-    """The cells of a plan's batch; microbatches are merged if there are too many cells."""
+def cells_of(plan: ResolvedJob, total: int) -> tuple[Cell, ...]:
+    """The cells of a plan's batch of `total` sequences; too many microbatches are merged."""
     dims = plan.dims
-    count = plan.global_batch_size // dims.dp // microbatch_size(plan)
+    count = total // dims.dp // microbatch_size(plan)
     if dims.dp * count * dims.cp > MOST_CELLS:
         count = 1
     return tuple(

@@ -213,9 +213,14 @@ class JobEvidence(Evidence):
     job: ResolvedJob = field(kw_only=True)
 
     @property
+    def batch(self) -> int:
+        """Sequences of the step that differs, over all ranks."""
+        return self.job.num_sequences(max(1, self.step), max(1, self.step))
+
+    @property
     def num_microbatches(self) -> int:
-        """Microbatches per rank and step."""
-        return self.job.global_batch_size // self.job.dims.dp // microbatch_size(self.job)
+        """Microbatches per rank in that step."""
+        return self.batch // self.job.dims.dp // microbatch_size(self.job)
 
     def factor(self, value: float, names: Iterable[str] = ()) -> str:
         return name_factor(
@@ -223,7 +228,7 @@ class JobEvidence(Evidence):
             self.dims,
             num_microbatches=self.num_microbatches,
             num_targets=self.reference[max(1, self.step)].num_targets,
-            batch=self.job.global_batch_size,
+            batch=self.batch,
         )
 
 

@@ -76,7 +76,7 @@ def _exchanged_starts(e: Evidence, wrong: list[str]) -> dict[str, str]:
 
 def explain_data(e: JobEvidence) -> Iterator[str]:
     step = max(1, e.step)
-    per_rank = e.job.global_batch_size // e.dims.dp
+    per_rank = e.batch // e.dims.dp
     wrong: dict[int, tuple[int, ...]] = {}
     read: dict[tuple[int, ...], tuple[int, ...]] = {}
     for run in e.runs:
@@ -86,7 +86,7 @@ def explain_data(e: JobEvidence) -> Iterator[str]:
         if read[place] != tuple(range(first, first + per_rank)):
             wrong[run.rank] = read[place]
     counts = Counter(number for own in read.values() for number in own if number != -1)
-    batch = range(e.job.global_batch_size)
+    batch = range(e.batch)
     if all(counts[number] == 1 for number in batch):
         # The ranks may split the batch in another order: together they read the same batch.
         wrong = {}

@@ -6,7 +6,6 @@ They are found in forward passes of the model on one process.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -75,13 +74,22 @@ def find_mixing(world: World, resolved: ResolvedJob) -> Mixing:
             if not is_input(name) and _differs(output, alone.get(name)):
                 module = model.get_submodule(name)
                 return Mixing(f"{name or 'the model'} ({type(module).__name__})")
-        total = job.trainer.loss.total
-        together = float(total(call_model(model, batch), batch))
+        loss = job.trainer.loss
+        together = float(loss.total(call_model(model, batch), batch))
         rows = [batch.rows(row, row + 1) for row in range(number)]
-        one_by_one = sum(float(total(call_model(model, row), row)) for row in rows)
-    difference = abs(together - one_by_one) / max(abs(together), abs(one_by_one), 1e-300)
-    is_mean = math.isclose(together * number, one_by_one, rel_tol=1e-9) and number > 1
-    return Mixing(of_loss=difference if difference > 1e-9 else 0.0, is_mean=is_mean)
+        each = [float(loss.total(call_model(model, row), row)) for row in rows]
+        counts = [float(loss.count(row)) for row in rows]
+    difference = abs(together - sum(each)) / max(abs(together), abs(sum(each)), 1e-300)
+    if difference <= 1e-9 or number == 1:
+        return Mixing()
+    weighted = sum(count * one for count, one in zip(counts, each, strict=True))
+    mean_over = {
+        "samples": together * number / (sum(each) or 1.0),
+        "weights or targets of the samples": together * sum(counts) / (weighted or 1.0),
+    }
+    # Weights that are divided by their mean count as many as there are samples.
+    means = (what for what, ratio in mean_over.items() if {round(ratio, 9)} & {1.0, 1.0 * number})
+    return Mixing(of_loss=difference, mean_over=next(means, ""))
 
 
 def _differs(whole: Tensor, copies: Tensor | None) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from titanlite.config import ResolvedJob
 from titanlite.job import Job
-from titanlite.modules.batch import Batch, has_own_inputs, join, takes
+from titanlite.modules.batch import Batch, call_model, has_own_inputs, join, takes
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part
 from titanlite.observe.failing import styles_of
@@ -94,43 +94,51 @@ def trace_reference(
                 job.trainer.compute_gradients(batches)
         experts = loads_of(job)
         job.trainer.optimizer.zero_grad(set_to_none=True)
-        outputs, gradients_of = {}, {}
+        outputs, gradients_of, batch = {}, {}, join(batches)
+        places = torch.arange(batch.num_sequences)
+        if microbatches is not None and not evaluates:
+            places = places_in(microbatches, batch.num_sequences)
         chosen, num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
         for event, calls in chosen.items():
             batch_dim, _ = labels.get(first_call(event), UNKNOWN)
-            outputs[event] = [_whole(calls, batch_dim, None if evaluates else microbatches)]
+            outputs[event] = [_whole(calls, batch_dim, places)]
             of_calls = kept.gradients_of(event)
             # Without a dimension of sequences each rank or microbatch has only a share of it.
             if of_calls is not None and batch_dim is not None:
-                gradients_of[event] = [_whole(of_calls, batch_dim, microbatches)]
-        fields = dict(join(batches).to(torch.device("cpu")).fields)
+                gradients_of[event] = [_whole(of_calls, batch_dim, places)]
+        fields = dict(batch.to(torch.device("cpu")).fields)
         record: dict[str, Any] = {"outputs": outputs, "output_gradients": gradients_of}
         record |= {"labels": labels, "fields": fields}
         if microbatches is None and not evaluates:
             record["routing"] = routing_record(routed)
         torch.save(record, _trace_file(folder))
 
-        batch = join(batches)
         # Cells need the sequences in the order of the global batch.
         if microbatches is not None and not evaluates:
-            places = places_in(microbatches).tolist()
-            batch = join([batch.rows(place, place + 1) for place in places])
+            batch = join([batch.rows(place, place + 1) for place in places.tolist()])
         # A loss over the whole batch is not a sum over cells.
         is_one = evaluates or is_over_batch(plan.config.training.loss)
-        cells = () if is_one else cells_of(plan)
+        cells = () if is_one else cells_of(plan, batch.num_sequences)
         targets, gradients = [], defaultdict(list)
         names = _small_enough(job, names, len(cells))
-        num_targets = max(1, int(batch.count_targets()))
+        count_of, loss_of_parts = job.trainer.loss.count, None
+        num_targets = float(count_of(batch)) or 1
         for own in cut_cells(batch, cells, plan) if cells else ():
             # The trainer divides by the targets of this cell, not of the step.
             job.trainer.compute_gradients([own])
-            count = int(own.count_targets())
-            targets.append(count)
+            count = float(count_of(own))
+            targets.append(int(count) if count.is_integer() else count)
             for name, gradient in job.whole_gradients():
                 if name in names:
                     gradients[name].append(gradient.cpu() * (count / num_targets))
             job.trainer.optimizer.zero_grad(set_to_none=True)
         torch.save({n: torch.stack(g) for n, g in gradients.items()}, cells_file(folder))
+        if is_one and not evaluates:
+            size = batch.num_sequences // plan.dims.dp
+            starts = range(0, batch.num_sequences, size)
+            parts = [batch.rows(start, start + size) for start in starts]
+            totals = [float(job.trainer.loss.total(call_model(model, p), p)) for p in parts]
+            loss_of_parts = sum(totals) / num_targets
         return ReferenceTrace(
             tuple(outputs),
             cells,
@@ -140,6 +148,7 @@ def trace_reference(
             frozenset(gradients_of),
             scaled,
             experts,
+            loss_of_parts,
         )
 
 
@@ -287,11 +296,11 @@ def _first_of_validation(job: Job, plan: ResolvedJob) -> list[Batch]:
     return [whole.rows(0, min(number, whole.num_sequences))]
 
 
-def _whole(calls: list[Tensor], batch_dim: int | None, microbatches: Microbatches | None) -> Tensor:
+def _whole(calls: list[Tensor], batch_dim: int | None, places: Tensor) -> Tensor:
     """Join a module's outputs for all microbatches, in the order of the batch's sequences."""
     if batch_dim is None:
         return calls[0]
-    whole, places = torch.cat(calls, batch_dim), places_in(microbatches or ())
+    whole = torch.cat(calls, batch_dim)
     return whole.index_select(batch_dim, places) if whole.size(batch_dim) == len(places) else whole
 
 

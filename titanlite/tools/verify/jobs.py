@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlite.config import JobConfig, ResolvedJob, override, resolve_job
 from titanlite.config.toml import drop, put
@@ -22,8 +22,21 @@ from titanlite.registry import SCHEDULERS, is_over_batch
 Patch = Callable[[], AbstractContextManager[Any]]
 """A context manager that is entered while a plan is built and run, such as a bug to find."""
 
-Microbatches = tuple[tuple[range, ...], ...]
-"""For each microbatch its sequences in the global batch, one range per data-parallel rank."""
+
+class Microbatches(NamedTuple):
+    """A batch in microbatches: the i-th joins the i-th `size` sequences of `dp` ranks."""
+
+    size: int
+    dp: int
+
+    def of(self, total: int) -> list[list[range]]:
+        """For each microbatch its sequences in a batch of `total`, one range per rank."""
+        own, size = total // self.dp, self.size
+        return [
+            [range(first, first + size) for first in range(start, total, own)]
+            for start in range(0, own, size)
+        ]
+
 
 DTYPES = ("float64", "float32", "bfloat16")
 """The dtypes to verify in; bfloat16 computes in bfloat16 and keeps weights in float32."""
@@ -66,7 +79,11 @@ def plan_job(job: ResolvedJob, dtype: str) -> ResolvedJob:
             "training.mixed_precision_reduce": (training.mixed_precision_reduce or "float32")
             if mixed
             else None,
-            "training.global_batch_size": job.global_batch_size,
+            "training.global_batch_size": job.batch_sizes[0][1],
+            # A change of the batch that comes later would not be verified.
+            "training.batch_size_schedule": [
+                [step, size] for step, (_, size) in enumerate(job.batch_sizes[1:], 2)
+            ],
             "parallelism.data_parallel_shard_degree": job.dims.dp_shard,
             # A validation over the whole set would take longer than the steps.
             "validation.steps": MOST_VALIDATION if job.config.validation.enable else -1,
@@ -108,19 +125,11 @@ def saving_job(plan: ResolvedJob, folder: str) -> ResolvedJob:
 def microbatches_of(plan: ResolvedJob) -> Microbatches | None:
     """The microbatches that the reference must use, if the numbers depend on them; else None.
 
-    In float8 they do, since a scale covers all sequences of a microbatch. The i-th microbatch of
-    the reference joins the i-th microbatches of all data-parallel ranks.
+    In float8 they do, since a scale covers all sequences of a microbatch.
     """
     if not depends_on_microbatch(plan.config):
         return None
-    size, dp = microbatch_size(plan), plan.dims.dp
-    per_rank = plan.global_batch_size // dp
-    return tuple(
-        tuple(
-            range(first, first + size) for first in range(start, plan.global_batch_size, per_rank)
-        )
-        for start in range(0, per_rank, size)
-    )
+    return Microbatches(microbatch_size(plan), plan.dims.dp)
 
 
 def microbatch_size(plan: ResolvedJob) -> int:
@@ -140,7 +149,7 @@ def reference_job(plan: ResolvedJob, *, num_parts: int = 1) -> ResolvedJob:
     values: dict[str, Any] = plan.config.model_dump(exclude_unset=True)
     values["parallelism"] = {"data_parallel_shard_degree": 1}
     switch_off(values, [feature for feature in FEATURES if not feature.changes_numbers])
-    batch = plan.global_batch_size
+    batch = math.gcd(*(size for _, size in plan.batch_sizes))
     training = values["training"]
     training["local_batch_size"] = max(
         size
@@ -241,7 +250,10 @@ def accumulation_pair(plan: ResolvedJob) -> tuple[ResolvedJob, ResolvedJob] | No
     batch = max(size for size in divisors(plan.global_batch_size) if size <= most)
     if batch == 1 or is_over_batch(plan.config.training.loss):
         return None
-    changes = {"training.global_batch_size": batch, "training.local_batch_size": batch}
+    changes: dict[str, Any] = dict.fromkeys(
+        ("training.global_batch_size", "training.local_batch_size"), batch
+    )
+    changes["training.batch_size_schedule"] = []
     for axis in TABLE:
         if axis.batch in ("samples", "routed") or axis.weights == "stages":
             changes[f"parallelism.{axis.degree_key}"] = 1

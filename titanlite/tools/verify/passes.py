@@ -167,6 +167,14 @@ def explain_loss(e: Evidence) -> Iterator[str]:
     gradients_agree = not e.failed("gradient")
     if is_near(own, known):
         return
+    parts = None if e.reference_trace is None else e.reference_trace.loss_of_parts
+    if parts is not None and is_near(own, parts):
+        yield (
+            f"the loss is over the whole batch, but it is {own:.6g}, as if each data-parallel rank "
+            f"had only its own samples, instead of {known:.6g}: a rank compares its samples only "
+            "with its own. Gather the outputs of all ranks before the loss"
+        )
+        return
     ratio = own / known if known else float("nan")
     same = e.factor(ratio)
     if same:

@@ -155,12 +155,12 @@ class ReferenceTrace:
 
     `events` are what modules receive (`name_input`) and return (`name_call`), in forward order: a
     module's output comes after those of its children. `targets` are the number of targets of each
-    cell.
+    cell, or their weights.
     """
 
     events: tuple[str, ...]
     cells: tuple[Cell, ...] = ()
-    targets: tuple[int, ...] = ()
+    targets: tuple[float, ...] = ()
     num_left_out: int = 0
     """The number of tensors that were too large to keep."""
     flow: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -172,6 +172,8 @@ class ReferenceTrace:
     and of "weight" and "gradient" if each has one scale)."""
     experts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Expert layer -> the tokens that are routed to each expert."""
+    loss_of_parts: float | None = None
+    """Of a loss over the whole batch: what it is if each rank has only its own samples."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -389,8 +391,8 @@ class Mixing:
     """The first such module in forward order, and its class."""
     of_loss: float = 0.0
     """The relative difference between the losses one by one and together."""
-    is_mean: bool = False
-    """Whether the loss is a mean over its sequences instead of a sum."""
+    mean_over: str = ""
+    """Over what the loss is a mean instead of a sum."""
 
 
 @dataclass

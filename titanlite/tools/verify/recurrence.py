@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanlite.data.spec import WEIGHTED
 from titanlite.job import Job
 from titanlite.modules.batch import IGNORE_INDEX, Batch
 from titanlite.modules.experts import expert_layers
@@ -83,9 +84,9 @@ class Recurrence:
 
     def _wrong_samples(self, step: int, fields: Mapping[str, Tensor]) -> Iterator[str]:
         """Whether the step trains on the samples that follow those of the previous step."""
-        size = self._job.resolved.global_batch_size
+        size = self._job.resolved.num_sequences(step, step)
         name, rows = next(iter(fields.items()))
-        first = (step - 1) * size
+        first = self._job.resolved.num_sequences(1, step - 1)
         expected: Counter[bytes] = Counter()
         for index in range(first, first + size):
             sample = self._job.dataset.sample(index)
@@ -100,13 +101,21 @@ class Recurrence:
 
     def _wrong_count(self, step: int, batches: list[Batch], counted: float) -> Iterator[str]:
         """Whether the step divides by its number of targets; a custom loss may count others."""
-        if self._job.trainer.loss.count is not NEXT_TOKEN.count:
+        is_weighted = self._job.config.training.loss == WEIGHTED
+        if self._job.trainer.loss.count is not NEXT_TOKEN.count and not is_weighted:
             return
-        own = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
-        if own != counted:
+        own = 0.0
+        for batch in batches:
+            is_target = batch.targets != IGNORE_INDEX
+            own += float(
+                (batch["weights"].double() * is_target if is_weighted else is_target).sum()
+            )
+        if not math.isclose(own, counted, rel_tol=1e-9):
+            what = f"targets of the weight {own:.9g}" if is_weighted else f"{own:.9g} targets"
             yield (
-                f"even on one process, step {step} has {own} targets but divides its loss by "
-                f"{counted}: masked targets must not be counted"
+                f"even on one process, step {step} has {what} but divides its loss by "
+                f"{counted:.9g}: masked targets must not be counted"
+                f"{', and others with their weights' * is_weighted}"
             )
 
     def _wrong_balance(

@@ -21,8 +21,9 @@ KINDS = ("loss", "norm", "gradient", "weight", "state")
 
 def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
     """The plan and the reference, before the run."""
-    batch = found.job.global_batch_size
-    size = batch // found.reference_parts
+    sizes = (size for step, size in found.job.batch_sizes if step <= found.num_steps)
+    batch = " then ".join(map(str, sizes))
+    size = found.job.global_batch_size // found.reference_parts
     ep = f", ep {found.job.dims.ep}" if found.job.dims.ep_enabled else ""
     how = "in one batch" if found.reference_parts == 1 else f"{size} at a time"
     ranks = f"{found.job.dims.world_size} ranks" + " as threads" * found.threads

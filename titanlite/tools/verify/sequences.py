@@ -23,8 +23,9 @@ def leave_out_targets(
     differs from the mean. A sequence's index i is found by comparison with `known`, the fields of
     the reference's batch; without `known`, it follows from the order.
     """
-    held, seq_len, total = job.held_positions, job.resolved.seq_len, job.resolved.global_batch_size
-    first = _first_sequence(job)
+    held, seq_len = job.held_positions, job.resolved.seq_len
+    own = sum(batch.num_sequences for batch in batches)
+    first, total = _first_sequence(job, own), own * job.dims.dp
     left = []
     for batch in batches:
         numbers = torch.arange(first, first + batch.num_sequences)
@@ -45,12 +46,14 @@ def cut_again(batches: list[Batch], microbatches: Microbatches | None) -> list[B
     if microbatches is None:
         return batches
     whole = join(batches)
-    return [join([whole.rows(r.start, r.stop) for r in rows]) for rows in microbatches]
+    of_whole = microbatches.of(whole.num_sequences)
+    return [join([whole.rows(r.start, r.stop) for r in rows]) for rows in of_whole]
 
 
-def places_in(microbatches: Microbatches) -> Tensor:
-    """For each sequence of the global batch, its place in the joined microbatches."""
-    return torch.tensor([number for m in microbatches for r in m for number in r]).argsort()
+def places_in(microbatches: Microbatches, total: int) -> Tensor:
+    """For each of the `total` sequences of a batch, its place in the joined microbatches."""
+    of_batch = microbatches.of(total)
+    return torch.tensor([number for m in of_batch for r in m for number in r]).argsort()
 
 
 def sequences_of(job: Job, own: Batch, known: Mapping[str, Tensor], first: int) -> list[int]:
@@ -78,16 +81,15 @@ def _held(job: Job, own: Batch, known: Mapping[str, Tensor], name: str) -> Tenso
     return known[name] if dim is None else known[name].index_select(dim, job.held_positions)
 
 
-def _first_sequence(job: Job) -> int:
-    """The index in the global batch of the first sequence that this rank should read."""
-    rank = job.dims.data_rank(job.world.rank)
-    return rank * job.resolved.global_batch_size // job.dims.dp
+def _first_sequence(job: Job, own: int) -> int:
+    """The index in the global batch of the first of the `own` sequences of this rank."""
+    return job.dims.data_rank(job.world.rank) * own
 
 
 def look_at_data(job: Job, own: Batch, known: Mapping[str, Tensor]) -> dict[str, Any]:
     """Which sequences this rank received, and whether positions and targets match them."""
     own = own.to(torch.device("cpu"))
-    sequences = sequences_of(job, own, known, _first_sequence(job))
+    sequences = sequences_of(job, own, known, _first_sequence(job, own.num_sequences))
     known_targets = _held(job, own, known, "targets")
     has_positions = "positions" in own.fields
     return {

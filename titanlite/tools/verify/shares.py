@@ -205,7 +205,7 @@ def _describe_cells(reference: ReferenceTrace, cells: list[int], shares: Shares)
     chosen = [reference.cells[index] for index in cells]
     targets = [reference.targets[index] for index in cells]
     for group, key_of in GROUPS.items():
-        totals: dict[object, int] = defaultdict(int)
+        totals: dict[object, float] = defaultdict(int)
         for cell, count in zip(chosen, targets, strict=True):
             totals[key_of(cell)] += count
         predicted = [sum(targets) / (len(totals) * totals[key_of(cell)]) for cell in chosen]

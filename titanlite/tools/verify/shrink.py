@@ -75,11 +75,17 @@ def _batch_changes(config: JobConfig) -> Iterator[dict[str, Any]]:
     job = resolve_job(config)
     dims, training = job.dims, config.training
     micro = config.parallelism.pipeline_parallel_microbatch_size
-    accumulated = min(job.global_batch_size // (training.local_batch_size * dims.dp), 2)
+    counts = [size // (training.local_batch_size * dims.dp) for _, size in job.batch_sizes]
+    fewer = {count: min(count, 2 + rank) for rank, count in enumerate(sorted(set(counts)))}
+    later = [step for step, _ in job.batch_sizes[1:]]
     for local in range(min(LEAST_BATCH, training.local_batch_size), training.local_batch_size):
         changes: dict[str, Any] = {
             "training.local_batch_size": local,
-            "training.global_batch_size": local * dims.dp * accumulated,
+            "training.global_batch_size": local * dims.dp * fewer[counts[0]],
+            "training.batch_size_schedule": [
+                [step, local * dims.dp * fewer[count]]
+                for step, count in zip(later, counts[1:], strict=True)
+            ],
         }
         if dims.pp_enabled and micro > 1:
             changes["parallelism.pipeline_parallel_microbatch_size"] = 1

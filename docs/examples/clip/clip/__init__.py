@@ -8,4 +8,3 @@ titanlite.register_dataset(
     has_tokens=False,
     fields={"image": None, "text": None, "targets": None},
 )
-titanlite.register_loss("contrastive", "clip.loss:contrastive", over="batch")
