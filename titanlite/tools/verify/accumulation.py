@@ -121,46 +121,35 @@ class Accumulation:
 
 
 def measure_rounding(
-    runs: JobRuns, found: Verification, reference: Reference
+    runs: JobRuns, found: Verification, reference: Reference, *, perturbs: bool = False
 ) -> list[dict[Key, float]]:
     """The reference's differences from its batch in parts, and from float64.
 
-    In float8, and with a loss over the whole batch, parts are not compared: the numbers depend on
-    how the batch is split.
+    With `perturbs`, its largest differences from itself with weights and inputs perturbed, the last
+    time with its batch in parts, since long sums round by their order, too. In float8, and with a
+    loss over the whole batch, there are no parts: the numbers depend on how the batch is split.
     """
     microbatches = jobs.microbatches_of(found.job)
     is_whole = bool(microbatches) or is_over_batch(found.job.config.training.loss)
     others = [] if is_whole else [jobs.reference_job(found.job, num_parts=jobs.PARTS)]
-    if found.dtype != "float64":
+    if perturbs:
+        others = [reference.job] * (NUM_PERTURBED - len(others)) + others
+    elif found.dtype != "float64":
         others.append(jobs.reference_job(jobs.plan_job(found.job, "float64")))
 
     orders = [
-        jobs.JobRun(other, found.num_steps, microbatches=microbatches, replay=found.replays)
-        for other in others
-    ]
-    measured = (differences(runs.run(one, reference), reference.steps) for one in orders)
-    return largest_of(measured, len(reference.steps))
-
-
-def measure_sensitivity(
-    runs: JobRuns, found: Verification, reference: Reference
-) -> list[dict[Key, float]]:
-    """The reference's largest differences from itself with weights and inputs perturbed.
-
-    The last run has its batch in parts where that is allowed: long sums round by their order, too.
-    """
-    microbatches = jobs.microbatches_of(found.job)
-    is_whole = bool(microbatches) or is_over_batch(found.job.config.training.loss)
-    last = reference.job if is_whole else jobs.reference_job(found.job, num_parts=jobs.PARTS)
-    perturbed = [
         jobs.JobRun(
-            job, found.num_steps, None, microbatches, replay=found.replays, perturbed=number
+            other,
+            found.num_steps,
+            microbatches=microbatches,
+            replay=found.replays,
+            perturbed=number if perturbs else 0,
         )
-        for number, job in enumerate([reference.job] * (NUM_PERTURBED - 1) + [last], 1)
+        for number, other in enumerate(others, 1)
     ]
     measured = (
-        differences(runs.run(one, reference), reference.steps, by_distance=True)
-        for one in perturbed
+        differences(runs.run(one, reference), reference.steps, by_distance=perturbs)
+        for one in orders
     )
     return largest_of(measured, len(reference.steps))
 

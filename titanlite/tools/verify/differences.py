@@ -85,21 +85,25 @@ class Tolerance:
             return math.inf
         # Rounding error of tensors grows with the steps, so later steps are not used. A number can
         # agree by chance in one step, so all steps are used.
-        own, all_of_kind = 0.0, [0.0]
-        last = None if key[0] in NUMBERS else step + 1
-        for of_step in self.rounding[:last]:
-            own = max(own, of_step.get(key, 0.0))
-            values = [value for (kind, _), value in of_step.items() if kind == key[0]]
-            all_of_kind.append(median(values) if values else 0.0)
+        own, usual = self._moved(key, None if key[0] in NUMBERS else step + 1)
         if self.loss_tolerance is not None and self.dtype != "float64":
             if key[0] not in ("loss", "validation"):
                 return math.inf
             return max(self.loss_tolerance, 0.0 if self.dtype == "float32" else MARGIN * own)
         if self.dtype != "float64":
-            return max(MARGIN * max(all_of_kind), MARGIN * own)
+            return MARGIN * max(usual, own)
         if self.is_narrow:
             return max(NARROW_TOLERANCE, MARGIN * own)
         return max(FLOAT64_TOLERANCE, min(MARGIN * own, MOST_ROUNDING))
+
+    def _moved(self, key: Key, num_steps: int | None) -> tuple[float, float]:
+        """The most by which `rounding` moves a key, and half of all keys of its kind."""
+        own = usual = 0.0
+        for of_step in self.rounding[:num_steps]:
+            own = max(own, of_step.get(key, 0.0))
+            values = [value for (kind, _), value in of_step.items() if kind == key[0]]
+            usual = max(usual, median(values) if values else 0.0)
+        return own, usual
 
 
 def differences(

@@ -95,9 +95,9 @@ class Evidence:
         who = self.named(names)
         return Explained(f"{who} {be(who)} {are}", [*names, *more])
 
-    def equals(self, value: float, names: Iterable[str] = (), form: str = " ({})") -> str:
+    def equals(self, value: float, form: str = " ({})") -> str:
         """Which degree or count a `factor` equals, in this form of words; "" for none."""
-        same = self.factor(value, names)
+        same = self.factor(value)
         return form.format(f"{value:.6g} is {same}") if same else ""
 
     @property
