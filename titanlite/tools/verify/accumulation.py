@@ -12,6 +12,7 @@ from titanlite.registry import is_over_batch
 from titanlite.tools.verify import jobs
 from titanlite.tools.verify.causes import find_causes
 from titanlite.tools.verify.differences import (
+    WORDS,
     Disagreement,
     Key,
     Tolerance,
@@ -20,7 +21,6 @@ from titanlite.tools.verify.differences import (
     largest_of,
 )
 from titanlite.tools.verify.job_runs import JobRuns, Reference
-from titanlite.tools.verify.report import WORDS
 from titanlite.tools.verify.result import Verification
 from titanlite.tools.verify.sensitivity import NUM_PERTURBED
 
@@ -97,27 +97,16 @@ class Accumulation:
 
     def _mixing(self, job: ResolvedJob) -> str:
         """How the loss mixes samples; "" if it does not. Raises ConfigError if a module does."""
-        mixing = self._runs.pools.alone("titanlite.tools.verify.inspect_model:find_mixing", job)
-        if mixing.module:
+        on_rank = "titanlite.tools.verify.inspect_model:find_mixing"
+        module, of_loss = self._runs.pools.alone(on_rank, job)
+        if module:
             raise ConfigError(
-                f"model.name: the output of {mixing.module} for a sequence depends on the other "
+                f"model.name: the output of {module} for a sequence depends on the other "
                 "sequences of the batch (batch statistics), so the result depends on how a plan "
                 "splits the batch; use a norm over each sample such as GroupNorm, SyncBatchNorm on "
                 "GPUs, or fixed statistics (eval mode)"
             )
-        if mixing.is_mean:
-            return (
-                "the loss is a mean over the samples that it is given, so it depends on how the "
-                "batch is split; let total(outputs, batch) return their sum (docs/losses.md)"
-            )
-        if mixing.of_loss:
-            return (
-                "the loss of one sample depends on other samples: on one process, the losses of "
-                f"the samples one by one differ from those together by {mixing.of_loss:.1e}. A "
-                "rank or microbatch has only some of the batch, so plans train on other losses; "
-                'register the loss with over="batch" (docs/losses.md)'
-            )
-        return ""
+        return of_loss
 
 
 def measure_rounding(

@@ -10,17 +10,28 @@ from statistics import median
 
 from titanlite.tools.verify.record import Agreement, RankRun, ReferenceStep
 
-KINDS = (
-    *("start", "loss", "auxiliary_loss", "norm", "gradient", "load", "lr", "weight", "state"),
-    *("buffer", "validation"),
-    *("metric", "reloaded"),
-)
-"""What is compared, in the order in which a step computes it.
+WORDS = {
+    "start": "starting weight",
+    "loss": "the loss",
+    "auxiliary_loss": "the auxiliary loss",
+    "norm": "the gradient norm",
+    "gradient": "gradient",
+    "load": "count of tokens by expert",
+    "lr": "the learning rate",
+    "weight": "weight",
+    "state": "optimizer state",
+    "buffer": "buffer",
+    "validation": "the validation loss",
+    "metric": "validation metric",
+    "reloaded": "reloaded tensor",
+}
+"""What is compared, in the order in which a step computes it, in words.
 
 "start" is the weights before the first step, "state" the optimizer state, and "reloaded" the
 weights, state and buffers of a new job that has loaded this one's checkpoint. "metric" is one of
 validation.metrics, "load" the tokens of each expert of a layer.
 """
+KINDS = tuple(WORDS)
 NUMBERS = ("loss", "auxiliary_loss", "norm", "lr", "validation")
 """The kinds that are one number per step; the others are tensors."""
 

@@ -22,7 +22,7 @@ from titanlite.parallelize.float8.linear import Float8Linear
 from titanlite.ranks.world import World
 from titanlite.tools.verify.opened import open_job
 from titanlite.tools.verify.parts import first_tensors
-from titanlite.tools.verify.record import Mixing, is_input
+from titanlite.tools.verify.record import is_input
 
 
 def find_narrowed(job: Job, batches: list[Batch]) -> tuple[str, ...]:
@@ -58,8 +58,8 @@ def watched(model: nn.Module, outside: str = "the model") -> Iterator[Collection
         yield watch.found
 
 
-def find_mixing(world: World, resolved: ResolvedJob) -> Mixing:
-    """What depends on the other sequences of the batch: a module, or else the loss.
+def find_mixing(world: World, resolved: ResolvedJob) -> tuple[str, str]:
+    """What depends on the other sequences of the batch: a module, or else how the loss does.
 
     A module's output for the first sequence is compared between the batch and a batch of copies of
     that sequence; the sum of the losses, between the batch and its sequences one by one.
@@ -74,14 +74,25 @@ def find_mixing(world: World, resolved: ResolvedJob) -> Mixing:
         for name, output in whole.items():
             if not is_input(name) and _differs(output, alone.get(name)):
                 module = model.get_submodule(name)
-                return Mixing(f"{name or 'the model'} ({type(module).__name__})")
+                return f"{name or 'the model'} ({type(module).__name__})", ""
         total = job.trainer.loss.total
         together = float(total(call_model(model, batch), batch))
         rows = [batch.rows(row, row + 1) for row in range(number)]
         one_by_one = sum(float(total(call_model(model, row), row)) for row in rows)
     difference = abs(together - one_by_one) / max(abs(together), abs(one_by_one), 1e-300)
-    is_mean = math.isclose(together * number, one_by_one, rel_tol=1e-9) and number > 1
-    return Mixing(of_loss=difference if difference > 1e-9 else 0.0, is_mean=is_mean)
+    if math.isclose(together * number, one_by_one, rel_tol=1e-9) and number > 1:
+        return "", (
+            "the loss is a mean over the samples that it is given, so it depends on how the batch "
+            "is split; let total(outputs, batch) return their sum (docs/losses.md)"
+        )
+    if difference <= 1e-9:
+        return "", ""
+    return "", (
+        "the loss of one sample depends on other samples: on one process, the losses of the "
+        f"samples one by one differ from those together by {difference:.1e}. A rank or microbatch "
+        "has only some of the batch, so plans train on other losses; register the loss with "
+        'over="batch" (docs/losses.md)'
+    )
 
 
 def _differs(whole: Tensor, copies: Tensor | None) -> bool:
