@@ -53,7 +53,7 @@ def draw_chart(
     # matplotlib is slow to import.
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    from titanlite.tools.figures.figure import GRID, figure_svg, make_figure
+    from titanlite.tools.figures.figure import dress, figure_svg, make_figure
 
     figure = make_figure(8.85, 4.3 + 0.2 * len(series))
     axes = figure.add_subplot()
@@ -91,9 +91,7 @@ def draw_chart(
         axes.annotate(marker.text, (marker.x, 0.98), **text)
     axes.set_xlabel(x.label)
     axes.set_ylabel(y.label)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    dress(axes)
     axes.set_title(caption, loc="left", fontsize=10, color=_QUIET, parse_math=False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", parse_math=False)
     figure.legend(loc="outside lower left", frameon=False, ncols=1)

@@ -9,10 +9,11 @@ import io
 from pathlib import Path
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from titanlite.tools.figures.palette import GRID as GRID
+from titanlite.tools.figures.palette import GRID
 
 # For a dark page: paper and points that are not filled, text and axes, quiet text, and the grid.
 _STYLE = """<style>@media (prefers-color-scheme: dark) {
@@ -30,6 +31,13 @@ def make_figure(width: float, height: float, dpi: float = 110) -> Figure:
     figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def dress(axes: Axes) -> None:
+    """A grid behind what is drawn, and no line above and to the right."""
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:

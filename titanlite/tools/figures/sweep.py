@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from titanlite.tools.figures.chart import COLORS
-from titanlite.tools.figures.figure import GRID, make_figure, save_figure
+from titanlite.tools.figures.figure import dress, make_figure, save_figure
 
 _MARKERS = "osD^vPX"
 _GREY = "#767676"
@@ -83,9 +83,7 @@ def save_sweep(
     right.set_xlabel(x_label)
     right.set_ylabel(time_label)
     for axes in (left, right):
-        axes.grid(color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        dress(axes)
         axes.tick_params(labelsize=9)
     figure.legend(
         handles=_key(names, style),

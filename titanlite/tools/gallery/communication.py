@@ -8,7 +8,7 @@ fast as without the profiler.
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch._C._autograd import (
     _disable_profiler,
@@ -25,7 +25,7 @@ from torch._C._profiler import (
 )
 
 from titanlite.ranks.settings import environment
-from titanlite.schedule.timeline import EXCHANGE, GATHER, RECEIVE, REDUCE, SEND_TO
+from titanlite.schedule.timeline import EXCHANGE, GATHER, RECEIVE, REDUCE, SEND_TO, Span
 
 BACKENDS = ("gloo:", "nccl:")
 # (Part of a range's name, its kind); the first match counts.
@@ -38,24 +38,17 @@ _KINDS = (
 )
 
 
-class Move(NamedTuple):
-    """One send, receive or collective, in seconds of time.perf_counter."""
-
-    kind: str
-    start: float
-    end: float
-
-
 @contextlib.contextmanager
-def recording_communication() -> Iterator[list[Move]]:
+def recording_communication(row: int = 0) -> Iterator[list[Span]]:
     """Records what this rank communicates inside; the list is filled when the block ends.
 
+    Times are in seconds of time.perf_counter. `row` is the rank's in a timeline.
     A receive starts when it is posted, so most of its time is waiting. A send has length zero at
     the time it is posted, because its range ends when the schedule waits for it, possibly at the
     end of the step. On CUDA a range is the call, not the transfer. The list stays empty if another
     profiler is running.
     """
-    moves: list[Move] = []
+    moves: list[Span] = []
     if _profiler_enabled():
         yield moves
         return
@@ -80,7 +73,7 @@ def recording_communication() -> Iterator[list[Move]]:
         if name.startswith(BACKENDS):
             kind, start = kind_of(name), 1e-9 * event.start_ns() + offset
             seconds = 0.0 if kind == SEND_TO else 1e-9 * event.duration_ns()
-            moves.append(Move(kind, start, start + seconds))
+            moves.append(Span(row, start, start + seconds, kind))
 
 
 def kind_of(name: str) -> str:

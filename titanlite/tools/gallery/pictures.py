@@ -14,7 +14,8 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.ticker import MaxNLocator
 
 from titanlite.tools.figures.chart import COLORS
-from titanlite.tools.figures.figure import GRID, make_figure, save_figure
+from titanlite.tools.figures.figure import make_figure, save_figure
+from titanlite.tools.figures.palette import GRID
 
 if TYPE_CHECKING:
     from titanlite.observe.metrics import StepRecord

@@ -20,7 +20,7 @@ from titanlite.schedule.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD,
 from titanlite.schedule.timeline import activation_curves
 from titanlite.tools.figures.schedule_svg import draw_svg
 from titanlite.tools.figures.trace import make_trace
-from titanlite.tools.gallery.communication import Move, recording_communication
+from titanlite.tools.gallery.communication import recording_communication
 
 
 class PipelineRecorder:
@@ -35,7 +35,7 @@ class PipelineRecorder:
     def __init__(self, pipeline: Any, row: int, device: torch.device) -> None:
         self.is_on = True
         self._spans: list[Span] = []
-        self._moves: list[Move] = []
+        self._moves: list[Span] = []
         self._row, self._device = row, device
         for stage in pipeline.stages:
             for method, kind in (
@@ -53,8 +53,7 @@ class PipelineRecorder:
 
         Computation comes first, in order, then communication. Clears the record.
         """
-        moves = [Span(self._row, move.start, move.end, move.kind) for move in self._moves]
-        spans = [*self._spans, *moves]
+        spans = [*self._spans, *self._moves]
         self._spans, self._moves = [], []
         return spans
 
@@ -75,7 +74,7 @@ class PipelineRecorder:
                 return run(*args, **kwargs)
             # With accumulation a step has several runs; only the last one is kept.
             self._spans = []
-            with recording_communication() as moves:
+            with recording_communication(self._row) as moves:
                 result = run(*args, **kwargs)
             self._moves = moves
             return result

@@ -8,7 +8,7 @@ those of the fastest of a few repeats: what else the machine does only adds to t
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from titanlite.schedule import make_schedule
 
@@ -64,17 +64,12 @@ def data_parallel_seconds(
     return SCALE * min(steps)
 
 
-class PipelineStep(NamedTuple):
-    """A pipeline step: the idle share of all ranks, and the most inputs that rank 0 has kept."""
-
-    bubble: float
-    most_kept: int
-
-
 def pipeline_step(
     cluster: VirtualCluster, name: str, num_microbatches: int, forward_seconds: float
-) -> PipelineStep:
-    """A step of the schedule `name`, whose backward passes take twice as long as the forward."""
+) -> tuple[float, int]:
+    """The idle share of all ranks in a step of the schedule `name`, and the most inputs that rank 0
+    has kept. A backward pass takes twice as long as a forward pass.
+    """
     schedule = make_schedule(name, NUM_RANKS, num_microbatches)
 
     def run(device: Any) -> tuple[float, float, int]:
@@ -110,4 +105,4 @@ def pipeline_step(
         ranks = cluster.run(run)
         whole = max(end for _, end, _ in ranks) - min(start for start, _, _ in ranks)
         bubbles.append(1 - work / whole)
-    return PipelineStep(min(bubbles), ranks[0][2])
+    return min(bubbles), ranks[0][2]

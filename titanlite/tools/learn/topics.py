@@ -29,7 +29,6 @@ from titanlite.tools.simulate.collectives import (
 )
 from titanlite.tools.simulate.gpu import ETHERNET, GPU, Cluster
 from titanlite.tools.simulate.network import Link, Network
-from titanlite.tools.simulate.result import Simulation
 from titanlite.tools.simulate.schemes import Workload, run_scheme
 from titanlite.tools.simulate.train_step import StepWorkload
 
@@ -212,22 +211,14 @@ NUM_MICROBATCHES = 8
 FORWARD_SECONDS = 0.1
 
 
-def _one_forward_one_backward(
-    runs: Runs, forward_seconds: float
-) -> tuple[Simulation, processes.PipelineStep]:
-    """A step of 1F1B, simulated and run."""
-    n, m = processes.NUM_RANKS, NUM_MICROBATCHES
-    step = processes.pipeline_step(runs.cluster, "1F1B", m, forward_seconds)
-    return run_scheme("1F1B", Workload(workers=n, batches=m)), step
-
-
 def _pipeline(runs: Runs) -> Numbers:
     n, m = processes.NUM_RANKS, NUM_MICROBATCHES
-    simulation, step = _one_forward_one_backward(runs, FORWARD_SECONDS)
+    simulation = run_scheme("1F1B", Workload(workers=n, batches=m))
+    bubble, _ = processes.pipeline_step(runs.cluster, "1F1B", m, FORWARD_SECONDS)
     return Numbers(
         100 * (n - 1) / (m + n - 1),
         100 * float(simulation.bubble_fraction),
-        100 * step.bubble,
+        100 * bubble,
         "%",
         f"1F1B, {n} stages, {m} microbatches",
     )
@@ -235,9 +226,10 @@ def _pipeline(runs: Runs) -> Numbers:
 
 def _schedules(runs: Runs) -> Numbers:
     n, m = processes.NUM_RANKS, NUM_MICROBATCHES
-    simulation, step = _one_forward_one_backward(runs, FORWARD_SECONDS / 10)
+    simulation = run_scheme("1F1B", Workload(workers=n, batches=m))
+    _, most_kept = processes.pipeline_step(runs.cluster, "1F1B", m, FORWARD_SECONDS / 10)
     of = f"1F1B, {n} stages; GPipe would keep all {m}"
-    return Numbers(n, max(simulation.peak_activations), step.most_kept, "microbatches", of)
+    return Numbers(n, max(simulation.peak_activations), most_kept, "microbatches", of)
 
 
 def _expert_parallel(runs: Runs) -> Numbers:

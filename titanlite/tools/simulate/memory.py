@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from titanlite.tools.simulate.engine import Extra
 from titanlite.tools.simulate.exact import Exact, Time, simplest
@@ -15,17 +14,8 @@ KINDS = ("weights", "gradients", "optimizer state", "activations", "fetched weig
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, FETCHED = range(len(KINDS))
 
 
-class HeldInputs(NamedTuple):
-    """The inputs of one stage: the worker that holds that of each batch, and from when to when."""
-
-    stage: int
-    workers: Sequence[int]
-    starts: Sequence[int]
-    ends: Sequence[int]
-
-
-def held_inputs(plan: Plan, starts: Sequence[int]) -> Iterator[HeldInputs]:
-    """The stage inputs that workers hold for backward passes, in ticks, stage by stage.
+def held_inputs(plan: Plan, starts: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """The stage inputs that workers hold for backward passes: stage, worker, and from when to when.
 
     The worker that runs the backward holds the input, from the start of the forward to the end of
     the backward (to the end of the weight gradient if the backward is split).
@@ -38,9 +28,9 @@ def held_inputs(plan: Plan, starts: Sequence[int]) -> Iterator[HeldInputs]:
             place = batch * plan.num_stages + stage
             if plan.is_split[place]:
                 ends[batch] = starts[plan.num_chained + place] + plan.weight_durations[stage]
-        yield HeldInputs(
-            stage, plan.compute[k::chain], starts[stage : plan.num_chained : chain], ends
-        )
+        begun = starts[stage : plan.num_chained : chain]
+        for worker, start, end in zip(plan.compute[k::chain], begun, ends, strict=True):
+            yield stage, worker, start, end
 
 
 class Memory:
@@ -77,9 +67,8 @@ class Memory:
                 self._hold(worker, WEIGHTS, weights[stage], 0, end)
                 self._hold(worker, OPTIMIZER, optimizer[stage], 0, end)
         self._hold_gradients(gradients, starts, reductions, end)
-        for held in held_inputs(plan, starts):
-            for worker, start, stop in zip(held.workers, held.starts, held.ends, strict=True):
-                self._hold(worker, ACTIVATIONS, kept[held.stage], start, stop)
+        for stage, worker, start, stop in held_inputs(plan, starts):
+            self._hold(worker, ACTIVATIONS, kept[stage], start, stop)
         if any(weights):
             self._hold_fetched(weights, starts, extras)
         for changes in self._changes:

@@ -159,10 +159,9 @@ class Simulation:
         """The most stage inputs that each worker holds at once (see `held_inputs`)."""
         started: list[list[int]] = [[] for _ in range(self.num_workers)]
         released: list[list[int]] = [[] for _ in range(self.num_workers)]
-        for held in held_inputs(self._plan, self._starts):
-            for worker, start, end in zip(held.workers, held.starts, held.ends, strict=True):
-                started[worker].append(start)
-                released[worker].append(end)
+        for _, worker, start, end in held_inputs(self._plan, self._starts):
+            started[worker].append(start)
+            released[worker].append(end)
         return [_most_at_once(*times) for times in zip(started, released, strict=True)]
 
     @cached_property

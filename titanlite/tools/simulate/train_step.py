@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.schedule import Action, make_schedule
+from titanlite.schedule import make_schedule
 from titanlite.tools.simulate.collectives import (
     all_to_all,
     gather_rows,
@@ -173,6 +173,46 @@ def check_divides(grid: Grid, workload: StepWorkload, microbatch_items: int | No
     return per_microbatch
 
 
+def run_pipeline(
+    gpu: GPU,
+    grid: Grid,
+    workload: StepWorkload,
+    microbatches: Sequence[Sequence[int]],
+    run: Callable[[str, Sequence[int], list[Matrix]], list[Matrix]],
+    outcome: Outcome,
+) -> None:
+    """The pipeline, in the order of 1F1B; adds the losses to the outcome.
+
+    `run` is the forward ("F") or backward ("B") pass of a microbatch through this rank's layers,
+    with a matrix for each of its items. With cp, a rank has a part of the tokens.
+    """
+    at, stages = grid.coordinates(gpu.global_rank), grid.group(gpu.global_rank, "pp")
+    stage, parts = at["pp"], grid.degrees["cp"]
+    outputs: dict[int, Matrix] = {}  # of the last stage, for the backward pass
+    for action in make_schedule("1F1B", len(stages), len(microbatches)).actions[stage]:
+        items, is_forward = microbatches[action.microbatch or 0], action.kind == "F"
+        size = workload.activation_units / parts * len(items)
+        kept = f"activations of microbatch {action.microbatch}"
+        source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
+        if is_forward:
+            gpu.allocate(kept, size * (workload.layers // len(stages)))
+        if 0 <= source < len(stages):
+            values = gpu.receive(stages[source], str(action), size)
+        elif is_forward:
+            wholes = [make_input(item, workload.tokens, workload.width) for item in items]
+            values = [list(split(x, at["cp"], parts)) for x in wholes]
+        else:
+            values = [loss_gradient(outputs.pop(item)) for item in items]
+        values = run(action.kind, items, values)
+        if not is_forward:
+            gpu.free(kept)
+        if 0 <= target < len(stages):
+            gpu.send(stages[target], str(action), size, values)
+        elif is_forward:
+            for item, x in zip(items, values, strict=True):
+                outcome.losses[item], outputs[item] = loss_of(x), x
+
+
 class _StepOfRank:
     """The step on one rank: forward and backward of its items through its layers."""
 
@@ -184,7 +224,7 @@ class _StepOfRank:
         sum_gradients: SumGradients,
         overlap: bool,
     ) -> None:
-        self.gpu, self.workload, self.degrees = gpu, workload, grid.degrees
+        self.gpu, self.grid, self.workload, self.degrees = gpu, grid, workload, grid.degrees
         self.sum_gradients, self.overlap = sum_gradients, overlap
         self.at = grid.coordinates(gpu.global_rank)
         self.group = {axis: grid.group(gpu.global_rank, axis) for axis in grid.degrees}
@@ -196,7 +236,7 @@ class _StepOfRank:
         self.boundary = Fraction(workload.activation_units) / self.degrees["cp"]
         self.shard_units = workload.layer_gradient_units / self.degrees["tp"]
         self.outcome = Outcome()
-        self.outputs: dict[int, Matrix] = {}
+        self.last_items: Sequence[int] = ()
         self.model = self._make_model()
 
     def _make_model(self) -> list[Part]:
@@ -225,9 +265,10 @@ class _StepOfRank:
             items[start : start + microbatch_items]
             for start in range(0, len(items), microbatch_items)
         ]
-        schedule = make_schedule("1F1B", self.degrees["pp"], len(microbatches))
-        for action in schedule.actions[self.at["pp"]]:
-            self._run(action, microbatches)
+        self.last_items = microbatches[-1]
+        run_pipeline(
+            self.gpu, self.grid, self.workload, microbatches, self._run_layers, self.outcome
+        )
         if not self.overlap:
             self._sum_gradients(self.layers)
         self.gpu.join("gradients")
@@ -246,37 +287,18 @@ class _StepOfRank:
         first = self.at["ep"] * self.experts_here % len(items) if self.uses_experts else 0
         return [*items[first:], *items[:first]]
 
-    def _run(self, action: Action, microbatches: list[list[int]]) -> None:
-        """Run one pass of one microbatch, whose values are a matrix for each of its items."""
-        assert action.microbatch is not None
-        items, forward = microbatches[action.microbatch], action.kind == "F"
-        kept = f"activations of microbatch {action.microbatch}"
-        size = self.boundary * len(items)
-        stages, stage = self.group["pp"], self.at["pp"]
-        source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-        if forward:
-            self.gpu.allocate(kept, size * len(self.layers))
-        if 0 <= source < len(stages):
-            values = self.gpu.receive(stages[source], f"{action} input", size)
-        elif forward:
-            wholes = [make_input(i, self.workload.tokens, self.workload.width) for i in items]
-            values = [list(split(x, self.at["cp"], self.degrees["cp"])) for x in wholes]
-        else:
-            values = [loss_gradient(self.outputs.pop(item)) for item in items]
-        for layer in self.layers if forward else reversed(self.layers):
-            values = self._layer(action.kind, layer, items, values)
-            if self.overlap and not forward and action.microbatch == len(microbatches) - 1:
+    def _run_layers(self, kind: str, items: Sequence[int], values: list[Matrix]) -> list[Matrix]:
+        """Run one pass of one microbatch through the rank's layers."""
+        for layer in self.layers if kind == "F" else reversed(self.layers):
+            values = self._layer(kind, layer, items, values)
+            if self.overlap and kind == "B" and items == self.last_items:
                 with self.gpu.overlapped():
                     self._sum_gradients([layer])
-        if not forward:
-            self.gpu.free(kept)
-        if 0 <= target < len(stages):
-            self.gpu.send(stages[target], f"{action} output", size, values)
-        elif forward:
-            for item, x in zip(items, values, strict=True):
-                self.outcome.losses[item], self.outputs[item] = loss_of(x), x
+        return values
 
-    def _layer(self, kind: str, layer: int, items: list[int], values: list[Matrix]) -> list[Matrix]:
+    def _layer(
+        self, kind: str, layer: int, items: Sequence[int], values: list[Matrix]
+    ) -> list[Matrix]:
         """Run attention and feed-forward of one layer, or their backwards in reverse order."""
         attention, *others = [part for part in self.model if part.layer == layer]
         runs = [
@@ -291,7 +313,7 @@ class _StepOfRank:
         return values
 
     def _experts(
-        self, own: list[Part], work: tuple[str, int], items: list[int], values: list[Matrix]
+        self, own: list[Part], work: tuple[str, int], items: Sequence[int], values: list[Matrix]
     ) -> list[Matrix]:
         """Send each item to the rank of its expert, compute it there, and send it back."""
         ranks, here, experts = self.group["ep"], self.experts_here, self.workload.experts
@@ -311,7 +333,7 @@ class _StepOfRank:
         return [found[item] for item in items]
 
     def _tensor_parallel(
-        self, part: Part, work: tuple[str, int], items: list[int], values: list[Matrix]
+        self, part: Part, work: tuple[str, int], items: Sequence[int], values: list[Matrix]
     ) -> list[Matrix]:
         """Compute this rank's partial sums of the matrix products, then all-reduce them."""
         ranks = self.group["tp"]

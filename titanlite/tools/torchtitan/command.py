@@ -10,7 +10,7 @@ from functools import partial
 from titanlite.observe.terminal import say, tell, telling, terminal_width, uses_color
 from titanlite.tools.options import write
 from titanlite.tools.torchtitan.options import DEBUG_FLAGS, OF_DEBUG, OF_PLAN, PREFIX, parse
-from titanlite.tools.verify.command import require_files, write_files
+from titanlite.tools.verify.command import conclude, require_files
 
 HELP = """usage: titanlite verify torchtitan:NAME [options] [--section.key=value ...]
 
@@ -43,11 +43,7 @@ def verify(arguments: Sequence[str]) -> int:
     found = verify_job(options, on_start=lambda lines: say(_header(lines)))
     job = {"config": PREFIX + options.name, "options": options.titan}
     ran = {**job, "degrees": found.grid.degrees, "dtype": found.dtype}
-    show = partial(format_result, dtype=found.dtype)
-    say(write_files(found, ran, show, options.json, options.junit))
-    if found.error is not None and found.error.rank_traceback:
-        print(f"\n{found.error.rank_traceback}", file=sys.stderr)
-    return 0 if found.agrees else 1
+    return conclude(found, ran, partial(format_result, dtype=found.dtype), options)
 
 
 def _header(lines: Sequence[tuple[str, str]]) -> str:

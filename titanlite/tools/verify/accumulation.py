@@ -12,6 +12,7 @@ from titanlite.registry import is_over_batch
 from titanlite.tools.verify import jobs
 from titanlite.tools.verify.causes import find_causes
 from titanlite.tools.verify.differences import (
+    WORDS,
     Disagreement,
     Key,
     Tolerance,
@@ -20,7 +21,6 @@ from titanlite.tools.verify.differences import (
     largest_of,
 )
 from titanlite.tools.verify.job_runs import JobRuns, Reference
-from titanlite.tools.verify.report import WORDS
 from titanlite.tools.verify.result import Verification
 from titanlite.tools.verify.sensitivity import NUM_PERTURBED
 
@@ -97,71 +97,48 @@ class Accumulation:
 
     def _mixing(self, job: ResolvedJob) -> str:
         """How the loss mixes samples; "" if it does not. Raises ConfigError if a module does."""
-        mixing = self._runs.pools.alone("titanlite.tools.verify.inspect_model:find_mixing", job)
-        if mixing.module:
+        on_rank = "titanlite.tools.verify.inspect_model:find_mixing"
+        module, of_loss = self._runs.pools.alone(on_rank, job)
+        if module:
             raise ConfigError(
-                f"model.name: the output of {mixing.module} for a sequence depends on the other "
+                f"model.name: the output of {module} for a sequence depends on the other "
                 "sequences of the batch (batch statistics), so the result depends on how a plan "
                 "splits the batch; use a norm over each sample such as GroupNorm, SyncBatchNorm on "
                 "GPUs, or fixed statistics (eval mode)"
             )
-        if mixing.mean_over:
-            return (
-                f"the loss is a mean over the {mixing.mean_over} that it is given, so it depends "
-                "on how the batch is split; let total(outputs, batch) return their sum "
-                "(docs/losses.md)"
-            )
-        if mixing.of_loss:
-            return (
-                "the loss of one sample depends on other samples: on one process, the losses of "
-                f"the samples one by one differ from those together by {mixing.of_loss:.1e}. A "
-                "rank or microbatch has only some of the batch, so plans train on other losses; "
-                'register the loss with over="batch" (docs/losses.md)'
-            )
-        return ""
+        return of_loss
 
 
 def measure_rounding(
-    runs: JobRuns, found: Verification, reference: Reference
+    runs: JobRuns, found: Verification, reference: Reference, *, perturbs: bool = False
 ) -> list[dict[Key, float]]:
     """The reference's differences from its batch in parts, and from float64.
 
-    In float8, and with a loss over the whole batch, parts are not compared: the numbers depend on
-    how the batch is split.
+    With `perturbs`, its largest differences from itself with weights and inputs perturbed, the last
+    time with its batch in parts, since long sums round by their order, too. In float8, and with a
+    loss over the whole batch, there are no parts: the numbers depend on how the batch is split.
     """
     microbatches = jobs.microbatches_of(found.job)
     is_whole = bool(microbatches) or is_over_batch(found.job.config.training.loss)
     others = [] if is_whole else [jobs.reference_job(found.job, num_parts=jobs.PARTS)]
-    if found.dtype != "float64":
+    if perturbs:
+        others = [reference.job] * (NUM_PERTURBED - len(others)) + others
+    elif found.dtype != "float64":
         others.append(jobs.reference_job(jobs.plan_job(found.job, "float64")))
 
     orders = [
-        jobs.JobRun(other, found.num_steps, microbatches=microbatches, replay=found.replays)
-        for other in others
-    ]
-    measured = (differences(runs.run(one, reference), reference.steps) for one in orders)
-    return largest_of(measured, len(reference.steps))
-
-
-def measure_sensitivity(
-    runs: JobRuns, found: Verification, reference: Reference
-) -> list[dict[Key, float]]:
-    """The reference's largest differences from itself with weights and inputs perturbed.
-
-    The last run has its batch in parts where that is allowed: long sums round by their order, too.
-    """
-    microbatches = jobs.microbatches_of(found.job)
-    is_whole = bool(microbatches) or is_over_batch(found.job.config.training.loss)
-    last = reference.job if is_whole else jobs.reference_job(found.job, num_parts=jobs.PARTS)
-    perturbed = [
         jobs.JobRun(
-            job, found.num_steps, None, microbatches, replay=found.replays, perturbed=number
+            other,
+            found.num_steps,
+            microbatches=microbatches,
+            replay=found.replays,
+            perturbed=number if perturbs else 0,
         )
-        for number, job in enumerate([reference.job] * (NUM_PERTURBED - 1) + [last], 1)
+        for number, other in enumerate(others, 1)
     ]
     measured = (
-        differences(runs.run(one, reference), reference.steps, by_distance=True)
-        for one in perturbed
+        differences(runs.run(one, reference), reference.steps, by_distance=perturbs)
+        for one in orders
     )
     return largest_of(measured, len(reference.steps))
 

@@ -146,10 +146,7 @@ def verify_one(options: Options) -> int:
             on_start=lambda found: show(format_header(found, source, shrunk) + "\n"),
         )
     ran = found.ran(source, shrunk)
-    say(write_files(found, ran, format_verification, options.json, options.junit))
-    if found.error is not None and found.error.rank_traceback:
-        print(f"\n{found.error.rank_traceback}", file=sys.stderr)
-    return 0 if found.agrees else 1
+    return conclude(found, ran, format_verification, options)
 
 
 def verify_matrix(options: Options) -> int:
@@ -195,22 +192,24 @@ def parse(arguments: Sequence[str]) -> Options:
     return options
 
 
-def write_files(
-    found: R, ran: Mapping[str, Any], show: Callable[[R], str], json_path: str, junit_path: str
-) -> str:
-    """Write the result of what `ran` as JSON and as JUnit XML, to each path that is given.
+def conclude(found: R, ran: Mapping[str, Any], show: Callable[[R], str], options: Any) -> int:
+    """Print what `show` makes of the result of what `ran`; returns the exit status.
 
-    Returns what `show` makes of it, for the terminal and as the text of the test case.
+    It is also written as JSON and as JUnit XML, if `options` have these files.
     """
     from titanlite.tools.verify.report import to_json, verdict
 
-    if json_path:
-        write(json_path, json.dumps(to_json(found, ran), indent=1) + "\n")
+    if options.json:
+        write(options.json, json.dumps(to_json(found, ran), indent=1) + "\n")
     text = show(found)
-    if junit_path:
+    if options.junit:
         failure = "" if found.agrees else f"{verdict(found)}. {found.cause}".removesuffix(". ")
-        write(junit_path, to_junit([Case(ran["config"] or "job", found.seconds, failure, text)]))
-    return text
+        case = Case(ran["config"] or "job", found.seconds, failure, text)
+        write(options.junit, to_junit([case]))
+    say(text)
+    if found.error is not None and found.error.rank_traceback:
+        print(f"\n{found.error.rank_traceback}", file=sys.stderr)
+    return 0 if found.agrees else 1
 
 
 def require_files(json_path: str, junit_path: str) -> None:

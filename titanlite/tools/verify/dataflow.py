@@ -29,7 +29,7 @@ from titanlite.tools.verify.record import (
     is_input,
     module_of,
 )
-from titanlite.tools.verify.wording import agree, is_near, listed, name_ranks, times
+from titanlite.tools.verify.wording import agree, is_near, listed, times
 
 
 def first_wrong(e: Evidence) -> str:
@@ -98,7 +98,7 @@ def first_difference(e: Evidence) -> Iterator[str]:
 def _moved_to_the_end(e: Evidence, order: Sequence[str], outputs: Collection[int]) -> str:
     """Tokens in an order that may be meant, of which nothing else is wrong."""
     first, last = order[0], order[-1]
-    where = name_ranks(outputs, e.runs, e.ranks_with(lambda t: first in t.events))
+    where = e.where(outputs, e.ranks_with(lambda t: first in t.events))
     return (
         f"from {describe_event(first)} to {describe_event(last)} everything is right, {where}, but "
         "has the rows or columns of one process in another order. If that order is intended, what "
@@ -110,7 +110,7 @@ def _moved_to_the_end(e: Evidence, order: Sequence[str], outputs: Collection[int
 
 def _start(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> tuple[str, bool]:
     """Where the first tensor that differs is, and whether that is not inside a module."""
-    where = name_ranks(outputs, e.runs, e.ranks_with(lambda t: first in t.events))
+    where = e.where(outputs, e.ranks_with(lambda t: first in t.events))
     name, module = describe_event(first), module_of(first)
     before = e.events[: e.events.index(first)]
     known = _sources(e, first)
@@ -198,11 +198,7 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
         yield f"its local shape is {shape}: correct {what}"
     factor, left = pooled([output.agreement for output in outputs.values()])
     if left < EXPLAINED and not is_near(factor, 1.0):
-        same = e.factor(factor)
-        yield (
-            f"it is {times(factor)} as large as on one process"
-            f"{f' ({factor:.6g} is {same})' if same else ''}"
-        )
+        yield f"it is {times(factor)} as large as on one process{e.equals(factor)}"
 
 
 def _where(e: Evidence, places: Mapping[int, str]) -> Iterator[str]:
@@ -212,7 +208,7 @@ def _where(e: Evidence, places: Mapping[int, str]) -> Iterator[str]:
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, place in places.items():
         ranks[place].append(rank)
-    shown = [f"{place}, {name_ranks(own, e.runs, places)}" for place, own in ranks.items()]
+    shown = [f"{place}, {e.where(own, places)}" for place, own in ranks.items()]
     yield f"it differs only {listed(shown if len(ranks) > 1 else ranks, 3)}"
 
 
@@ -315,7 +311,7 @@ def _of_buffers(e: Evidence, module: str) -> Iterator[str]:
         how = "is zero" if is_zero else f"differs by {one.difference:.1e}"
         right = [rank for rank, buffer in buffers.items() if not buffer.error]
         if right:
-            how += f", but is right {name_ranks(right, e.runs, buffers)}"
+            how += f", but is right {e.where(right, buffers)}"
         look = "look at how it is filled, or cast"
         if len({buffer.digest for buffer in buffers.values()}) > 1:
             look = "ranks hold different values, so broadcast it, or draw it with one seed"
@@ -393,7 +389,7 @@ def _moved_in_order(e: Evidence, first: str, outputs: Collection[int]) -> Iterat
         if earlier:
             outer = [c for c in earlier if not set(earlier) & set(around(module_of(c)))]
             yield (
-                f"{name_ranks([trace.rank], e.runs, range(len(e.runs)))}, {listed(outer, 3)} "
+                f"{e.where([trace.rank])}, {listed(outer, 3)} "
                 f"{'run' if len(outer) > 1 else 'runs'} before it, but after it on one process: "
                 "correct the order of the modules"
             )
@@ -414,7 +410,7 @@ def _run_twice(e: Evidence, first: str) -> Iterator[str]:
         if any(call in t.events for t in before) and any(call in t.events for t in after)
     )
     if twice and not isinstance(e, JobEvidence):
-        who = name_ranks([t.rank for t in before], e.runs, range(len(e.runs)))
+        who = e.where([t.rank for t in before])
         yield (
             f"{listed(twice)}, which one process runs once, and later, "
             f"{'run' if len(twice) > 1 else 'runs'} before it, too, {who}: leave it to the ranks "
@@ -458,13 +454,10 @@ def sums_of_output(e: Evidence, outputs: Mapping[int, ModuleOutput]) -> Iterator
 
 
 def _biases(e: Evidence, number: float, what: str) -> str:
-    same = e.factor(number) if number > 1 + EXPLAINED else ""
     words = "no bias" if is_near(number + 1, 1.0) else f"the bias {number:g} times"
-    because = (
-        f" ({number:g} is {same}): each rank adds the whole bias before the sum. Add it once, "
-    )
-    because += "after the sum"
-    return f"{what} {words}, and is correct otherwise{because if same else ''}"
+    form = " ({}): each rank adds the whole bias before the sum. Add it once, after the sum"
+    because = e.equals(number, form=form) if number > 1 + EXPLAINED else ""
+    return f"{what} {words}, and is correct otherwise{because}"
 
 
 def explain_missing(e: Evidence) -> Iterator[str]:
@@ -477,7 +470,7 @@ def explain_missing(e: Evidence) -> Iterator[str]:
         return
     event = cut[0] if cut else lost[-1]
     ranks = e.ranks_with(lambda t: event in t.events and t.events[event].has_no_gradient)
-    where = name_ranks(ranks, e.runs, e.ranks_with(lambda t: event in t.events))
+    where = e.where(ranks, e.ranks_with(lambda t: event in t.events))
     if cut and _any(e, event, lambda one: one.is_checkpointed):
         yield (
             f"the backward pass is cut off: {describe_event(event)} is in a reentrant checkpoint, "
@@ -529,7 +522,7 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         for trace in e.traces
         if _has_wrong_gradient(e, trace, last) and (own := trace.events[last].gradient)
     }
-    where = name_ranks(found, e.runs, e.ranks_with(lambda t: last in t.events))
+    where = e.where(found, e.ranks_with(lambda t: last in t.events))
     following = e.following.get(last, ())
     from_partial = [other for other in following if other in partial]
     after = _next_compared(e, last)
@@ -597,9 +590,8 @@ def _of_gradient(e: Evidence, last: str, found: Mapping[int, Agreement]) -> str:
     how = ""
     factor, left = pooled(list(found.values()))
     if left < EXPLAINED and not is_near(factor, 1.0):
-        same = e.factor(factor)
         how = f"It is {factor:.6g} times as large as on one process" if factor else "It is zero"
-        how += f" ({factor:.6g} is {same})" if same else ""
+        how += e.equals(factor)
     if all(t.events[last].gradient_is_moved for t in e.traces if t.rank in found):
         how = "It has the gradients of other rows of one process: those of another rank or "
         how += "microbatch, or its own in another order"

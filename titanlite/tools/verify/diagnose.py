@@ -15,7 +15,7 @@ from typing import TypeVar
 from titanlite.tools.verify import dataflow, experts, gradients, inputs, passes, updates
 from titanlite.tools.verify.differences import KINDS
 from titanlite.tools.verify.evidence import Evidence
-from titanlite.tools.verify.wording import Explained, agree, name_parameters
+from titanlite.tools.verify.wording import Explained, agree
 
 E = TypeVar("E", bound=Evidence)
 
@@ -55,7 +55,7 @@ def _by_coverage(e: Evidence, found: list[str]) -> list[str]:
     if len(left) > len(explained) or (left and passes.wrong_backward(e)):
         more.insert(0 if len(left) > len(explained) else len(kept), passes.unexplained(e, left))
     elif left:
-        shown = name_parameters(left, e.runs, "gradient")
+        shown = e.named(left)
         more[0] += f". This does not explain {shown}, which {agree(shown, 'differ')} too"
     return [*rest[:first], *more, *rest[first:]]
 

@@ -10,17 +10,28 @@ from statistics import median
 
 from titanlite.tools.verify.record import Agreement, RankRun, ReferenceStep
 
-KINDS = (
-    *("start", "loss", "auxiliary_loss", "norm", "gradient", "load", "lr", "weight", "state"),
-    *("buffer", "validation"),
-    *("metric", "reloaded"),
-)
-"""What is compared, in the order in which a step computes it.
+WORDS = {
+    "start": "starting weight",
+    "loss": "the loss",
+    "auxiliary_loss": "the auxiliary loss",
+    "norm": "the gradient norm",
+    "gradient": "gradient",
+    "load": "count of tokens by expert",
+    "lr": "the learning rate",
+    "weight": "weight",
+    "state": "optimizer state",
+    "buffer": "buffer",
+    "validation": "the validation loss",
+    "metric": "validation metric",
+    "reloaded": "reloaded tensor",
+}
+"""What is compared, in the order in which a step computes it, in words.
 
 "start" is the weights before the first step, "state" the optimizer state, and "reloaded" the
 weights, state and buffers of a new job that has loaded this one's checkpoint. "metric" is one of
 validation.metrics, "load" the tokens of each expert of a layer.
 """
+KINDS = tuple(WORDS)
 NUMBERS = ("loss", "auxiliary_loss", "norm", "lr", "validation")
 """The kinds that are one number per step; the others are tensors."""
 
@@ -85,21 +96,25 @@ class Tolerance:
             return math.inf
         # Rounding error of tensors grows with the steps, so later steps are not used. A number can
         # agree by chance in one step, so all steps are used.
-        own, all_of_kind = 0.0, [0.0]
-        last = None if key[0] in NUMBERS else step + 1
-        for of_step in self.rounding[:last]:
-            own = max(own, of_step.get(key, 0.0))
-            values = [value for (kind, _), value in of_step.items() if kind == key[0]]
-            all_of_kind.append(median(values) if values else 0.0)
+        own, usual = self._moved(key, None if key[0] in NUMBERS else step + 1)
         if self.loss_tolerance is not None and self.dtype != "float64":
             if key[0] not in ("loss", "validation"):
                 return math.inf
             return max(self.loss_tolerance, 0.0 if self.dtype == "float32" else MARGIN * own)
         if self.dtype != "float64":
-            return max(MARGIN * max(all_of_kind), MARGIN * own)
+            return MARGIN * max(usual, own)
         if self.is_narrow:
             return max(NARROW_TOLERANCE, MARGIN * own)
         return max(FLOAT64_TOLERANCE, min(MARGIN * own, MOST_ROUNDING))
+
+    def _moved(self, key: Key, num_steps: int | None) -> tuple[float, float]:
+        """The most by which `rounding` moves a key, and half of all keys of its kind."""
+        own = usual = 0.0
+        for of_step in self.rounding[:num_steps]:
+            own = max(own, of_step.get(key, 0.0))
+            values = [value for (kind, _), value in of_step.items() if kind == key[0]]
+            usual = max(usual, median(values) if values else 0.0)
+        return own, usual
 
 
 def differences(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titanlite.config import ResolvedJob
@@ -12,7 +12,15 @@ from titanlite.mesh.parallel_dims import Grid, ParallelDims
 from titanlite.tools.verify import record
 from titanlite.tools.verify.jobs import microbatch_size
 from titanlite.tools.verify.result import Result
-from titanlite.tools.verify.wording import listed, name_factor, name_ranks, told_apart
+from titanlite.tools.verify.wording import (
+    Explained,
+    be,
+    listed,
+    name_factor,
+    name_parameters,
+    name_ranks,
+    told_apart,
+)
 
 # A factor explains a difference if the residual is below this share of the whole.
 EXPLAINED = 1e-6
@@ -73,6 +81,24 @@ class Evidence:
     def describe_update(self) -> str:
         """What the optimizer's step does to the wrong weights, in a sentence; "" if unknown."""
         return ""
+
+    def where(self, ranks: Collection[int], among: Collection[int] | None = None) -> str:
+        """Words for some of all ranks, or of those `among` which they are."""
+        return name_ranks(ranks, self.runs, range(len(self.runs)) if among is None else among)
+
+    def named(self, names: Collection[str], what: str = "gradient") -> str:
+        """Words for some parameters, or for their gradients."""
+        return name_parameters(names, self.runs, what)
+
+    def explained(self, names: Collection[str], are: str, more: Sequence[str] = ()) -> Explained:
+        """A sentence that says what wrong gradients `are`, and explains `more` of them."""
+        who = self.named(names)
+        return Explained(f"{who} {be(who)} {are}", [*names, *more])
+
+    def equals(self, value: float, form: str = " ({})") -> str:
+        """Which degree or count a `factor` equals, in this form of words; "" for none."""
+        same = self.factor(value)
+        return form.format(f"{value:.6g} is {same}") if same else ""
 
     @property
     def forward_order(self) -> Sequence[str]:
@@ -271,6 +297,4 @@ def by_rank(e: Evidence, number: Callable[[record.RankStep], float]) -> str:
     for run in e.runs:
         ranks[number(run.steps[e.step])].append(run.rank)
     shown = zip(told_apart(*ranks), ranks.values(), strict=True)
-    return listed(
-        (f"{value} {name_ranks(own, e.runs, range(len(e.runs)))}" for value, own in shown), 3
-    )
+    return listed((f"{value} {e.where(own)}" for value, own in shown), 3)

@@ -9,7 +9,7 @@ from titanlite.tools.verify.dataflow import outputs_agree, outputs_differ
 from titanlite.tools.verify.evidence import EXPLAINED, WRONG, JobEvidence, pooled
 from titanlite.tools.verify.jobs import microbatch_size
 from titanlite.tools.verify.record import Agreement, ExpertTrace, MovedToken, RankRun
-from titanlite.tools.verify.wording import is_near, listed, name_ranks
+from titanlite.tools.verify.wording import is_near, listed
 
 
 def moved_tokens(runs: Sequence[RankRun]) -> list[str]:
@@ -24,11 +24,10 @@ def moved_tokens(runs: Sequence[RankRun]) -> list[str]:
             if tokens:
                 first = min(tokens, key=lambda token: (token.sequence, token.position))
                 found.append(
-                    f"step {step}: {layer} routes {len(tokens)} "
-                    f"token{'s' * (len(tokens) > 1)} elsewhere, first token {first.position} of "
-                    f"sequence {first.sequence} to experts {listed(first.experts)}, not "
-                    f"{listed(first.expected)}; the largest margin of a score is "
-                    f"{max(token.margin for token in tokens):.1e}"
+                    f"step {step}: {layer} routes {len(tokens)} token{'s' * (len(tokens) > 1)} "
+                    f"elsewhere, first token {first.position} of sequence {first.sequence} to "
+                    f"experts {listed(first.experts)}, not {listed(first.expected)}; the largest "
+                    f"margin of a score is {max(token.margin for token in tokens):.1e}"
                 )
     return found
 
@@ -62,7 +61,7 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
             yield (
                 f"{layer} routes every token as one process does, and each expert computes as many "
                 f"rows as there, but the output of {layer}.experts differs, "
-                f"{name_ranks(ranks, e.runs, seen)}: "
+                f"{e.where(ranks, seen)}: "
                 + (
                     "rows reach another expert's weights, or outputs are combined in another order "
                     "than they were sent. Check the offset of each rank's first expert, and that "
@@ -96,7 +95,7 @@ def _elsewhere(
     is_later = all(token.call > 0 for tokens in moved.values() for token in tokens)
     return (
         f"{layer}.router sends {number} of {total} tokens to other experts than one process, "
-        f"{name_ranks(moved, e.runs, seen)}. The first is token {first.position} of sequence "
+        f"{e.where(moved, seen)}. The first is token {first.position} of sequence "
         f"{first.sequence}: it goes to experts {listed(first.experts)}, not "
         f"{listed(first.expected)}, although on one process the lowest chosen score, bias "
         f"included, is {first.margin:.1e} above the highest score that is not chosen. Its input "
@@ -151,9 +150,8 @@ def explain_loads(e: JobEvidence) -> Iterator[str]:
             )
         elif max(ratios) == min(ratios):
             factor = ratios.pop()
-            same = f"; {factor:g} is {name}" if (name := e.factor(factor)) else ""
             yield (
-                f"{where} {factor:g} times those of one process{same}: "
+                f"{where} {factor:g} times those of one process{e.equals(factor, form='; {}')}: "
                 "tokens are counted once more on each rank that holds them, or again when a "
                 "forward pass is recomputed. Count each token once, on the rank that routes it"
             )
@@ -231,8 +229,7 @@ def explain_expert_gradients(e: JobEvidence) -> Iterator[str]:
         factors = {round(factor, 6) for factor, left in wrong.values() if left < EXPLAINED}
         how = ""
         if len(factors) == 1 and not is_near(factor := factors.pop(), 1.0):
-            same = e.factor(factor)
-            how = f": {factor:g} times as large{f', and {factor:g} is {same}' if same else ''}"
+            how = f": {factor:g} times as large{e.equals(factor, form=', and {}')}"
         yield (
             f"the gradient of {name} is wrong for experts {listed(sorted(wrong), 8)} of "
             f"{len(by_expert)} only{how}. Look at the ranks that hold these experts, and at the "

@@ -19,14 +19,7 @@ from titanlite.tools.verify.evidence import (
 )
 from titanlite.tools.verify.record import CodeRun
 from titanlite.tools.verify.shares import describe_shares
-from titanlite.tools.verify.wording import (
-    Explained,
-    be,
-    is_near,
-    name_parameters,
-    name_ranks,
-    times,
-)
+from titanlite.tools.verify.wording import Explained, be, is_near, times
 
 
 def explain_gradients(e: Evidence) -> Iterator[str]:
@@ -36,7 +29,7 @@ def explain_gradients(e: Evidence) -> Iterator[str]:
         return
     pending = [name for run in e.runs for name in run.pending if name in wrong]
     if pending:
-        who = name_parameters(set(pending), e.runs, "gradient")
+        who = e.named(set(pending))
         yield (
             f"{who} {be(who)} still Partial at the optimizer step: an all-reduce is missing. "
             "Reduce every Partial gradient before the optimizer step"
@@ -58,7 +51,6 @@ def explain_absent(e: Evidence) -> Iterator[str]:
     absent = {name for name, one in parts if one is not None and not one.digest}
     if not absent:
         return
-    who = name_parameters(absent, e.runs, "gradient")
     names = {name for run in e.runs for name in run.placements}
     held = {name for run in e.runs for name in run.unsynchronized}
     why = (
@@ -76,7 +68,7 @@ def explain_absent(e: Evidence) -> Iterator[str]:
             "The wrapper (FSDP, DDP) was told not to reduce them and still holds them. Enable "
             "its gradient synchronization for the last backward pass of a step"
         )
-    yield Explained(f"{who} {be(who)} missing at the optimizer step. {why}", absent)
+    yield e.explained(absent, f"missing at the optimizer step. {why}")
 
 
 def explain_cells(e: JobEvidence) -> Iterator[str]:
@@ -140,12 +132,11 @@ def _right_copies(e: Evidence, wrong: list[str]) -> Iterator[str]:
         if right and bad and is_copy and all(parts[rank].digest for rank in bad):
             found[right, bad].append(name)
     for (right, bad), names in found.items():
-        who = name_parameters(names, e.runs, "gradient")
-        yield Explained(
-            f"{who} {be(who)} correct {name_ranks(right, e.runs, (*right, *bad))}, but wrong "
-            f"{name_ranks(bad, e.runs, (*right, *bad))}, although all hold copies: "
-            "what completes the gradient there differs, or is missing",
+        among = (*right, *bad)
+        yield e.explained(
             names,
+            f"correct {e.where(right, among)}, but wrong {e.where(bad, among)}, although all hold "
+            "copies: what completes the gradient there differs, or is missing",
         )
 
 
@@ -162,32 +153,32 @@ def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[Explained]:
                 words = "" if is_near(factor, 1.0) else f", divided by {factor:.6g}"
                 by_axis[axis, words].append(name)
     for (axis, words), names in by_axis.items():
-        who = name_parameters(names, e.runs, "gradient")
         if before := _all_before(e, wrong, names):
-            others = name_parameters(before, e.runs, "gradient")
+            others = e.named(before)
             last = max(names, key=e.parameter_order.__getitem__)
-            yield Explained(
-                f"{who} {be(who)} correct only after a sum over {axis}{words}, and {others}, of "
-                f"earlier modules, {be(others)} wrong as a result: the module that reads the "
-                f"output of {holder_of(last)} returns a gradient of its input that is still "
-                f"Partial over {axis}. All-reduce it over {axis} in that module's backward pass",
-                [*names, *before],
+            yield e.explained(
+                names,
+                f"correct only after a sum over {axis}{words}, and {others}, of earlier modules, "
+                f"{be(others)} wrong as a result: the module that reads the output of "
+                f"{holder_of(last)} returns a gradient of its input that is still Partial over "
+                f"{axis}. All-reduce it over {axis} in that module's backward pass",
+                before,
             )
             continue
         if axis == "pp":
-            yield Explained(
-                f"{who} {be(who)} correct only after a sum over the stages that hold a copy of "
-                f"this weight{words}: each stage has only the gradient of its own use of the "
-                "weight. Sum the gradients of the copies before the optimizer step",
+            yield e.explained(
                 names,
+                f"correct only after a sum over the stages that hold a copy of this weight{words}: "
+                "each stage has only the gradient of its own use of the weight. Sum the gradients "
+                "of the copies before the optimizer step",
             )
             continue
         is_of_plan = axis == "tp" and isinstance(e, JobEvidence)
         named = ", or name it in partial_gradients of the ParallelPlan" if is_of_plan else ""
-        yield Explained(
-            f"{who} {be(who)} correct only after a sum over {axis}{words}: {_own_share(e, axis)}. "
-            f"Add the missing all-reduce over {axis}{named}",
+        yield e.explained(
             names,
+            f"correct only after a sum over {axis}{words}: {_own_share(e, axis)}. "
+            f"Add the missing all-reduce over {axis}{named}",
         )
 
 
@@ -236,14 +227,11 @@ def _factors_of_ranks(e: Evidence, wrong: list[str]) -> Iterator[str]:
             if 0 < len(bad) < len(factors) and all(is_near(f, factor) for f in bad.values()):
                 found[tuple(bad), round(factor, 6)].append(name)
     for (ranks, factor), names in found.items():
-        who = name_parameters(names, e.runs, "gradient")
-        same = e.factor(factor)
-        yield Explained(
-            f"{who} {be(who)} {times(factor)} as large as on one process, "
-            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}, but correct on the other ranks"
-            f"{f'; {factor:.6g} is {same}' if same else ''}. Look for a scaling or a reduction "
-            "that differs between ranks",
+        yield e.explained(
             names,
+            f"{times(factor)} as large as on one process, {e.where(ranks)}, but correct on the "
+            f"other ranks{e.equals(factor, form='; {}')}. Look for a scaling or a reduction that "
+            "differs between ranks",
         )
 
 
@@ -272,13 +260,12 @@ def explain_factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
         known = next((value for value in groups if is_near(factor, value)), factor)
         groups[known].append(name)
     for factor, names in sorted(groups.items(), key=lambda item: -len(item[1])):
-        who = name_parameters(names, e.runs, "gradient")
         same = e.factor(factor, names)
         if factor == 0 or abs(factor) < EXPLAINED:
-            yield Explained(
-                f"{who} {be(who)} zero: the backward pass stops before these parameters. Look for "
-                "a detached tensor in the forward pass",
+            yield e.explained(
                 names,
+                "zero: the backward pass stops before these parameters. Look for a detached tensor "
+                "in the forward pass",
             )
         elif same:
             often = "twice" if "the square of" in same else "once"
@@ -288,10 +275,11 @@ def explain_factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
                 else "averaged instead of summed, or divided once too often"
             )
             loss = "" if e.failed("loss") else ". The loss agrees"
-            yield Explained(
-                f"{who} {be(who)} {times(factor)} as large as on one process, and {factor:.6g} "
-                f"is {same}: {'it is' if be(who) == 'is' else 'they are'} {verb}{loss}",
+            it_is = "it is" if be(e.named(names)) == "is" else "they are"
+            yield e.explained(
                 names,
+                f"{times(factor)} as large as on one process, and {factor:.6g} is {same}: {it_is} "
+                f"{verb}{loss}",
             )
         else:
             # Others of the same placement agree, so that this may be a coincidence.
@@ -302,8 +290,6 @@ def explain_factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
                 else "averaged over it, or divided by it,"
             )
             hint = f"; {factor:.6g} is also {also}: see whether they are {how} once too often"
-            yield Explained(
-                f"{who} {be(who)} {times(factor)} as large as on one process"
-                f"{hint if 'the degree of' in also and 'square' not in also else ''}",
-                names,
-            )
+            is_shown = "the degree of" in also and "square" not in also
+            are = f"{times(factor)} as large as on one process{hint * is_shown}"
+            yield e.explained(names, are)

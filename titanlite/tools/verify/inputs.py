@@ -9,7 +9,7 @@ from titanlite.mesh.parallel_dims import axes_where
 from titanlite.tools.verify.differences import same_shards
 from titanlite.tools.verify.evidence import Evidence, JobEvidence, ranks_of, worst
 from titanlite.tools.verify.gradients import describe_exchanged
-from titanlite.tools.verify.wording import listed, name_parameters, name_ranks
+from titanlite.tools.verify.wording import listed
 
 
 def explain_shards(e: Evidence) -> Iterator[str]:
@@ -24,7 +24,7 @@ def explain_shards(e: Evidence) -> Iterator[str]:
                 swapped.add(name)
     if swapped and not set(same_shards(e.runs)) & swapped:
         yield (
-            f"ranks hold each other's shards of {name_parameters(swapped, e.runs, 'parameter')}: "
+            f"ranks hold each other's shards of {e.named(swapped, 'parameter')}: "
             "each starting value is right, on the wrong rank. Look at the index by which a rank "
             "chooses its shard, and at the order of the ranks in the group"
         )
@@ -37,13 +37,12 @@ def explain_start(e: Evidence) -> Iterator[str]:
     if pairs := _exchanged_starts(e, wrong):
         yield from describe_exchanged(pairs, "starting value")
         return
-    shown = name_parameters(wrong, e.runs, "parameter")
+    shown = e.named(wrong, "parameter")
     if alike := sorted(set(same_shards(e.runs)) & set(wrong)):
         yield (
-            "different shards have the same starting values: "
-            f"{name_parameters(alike, e.runs, 'parameter')}. Each rank draws its shard as if it "
-            "were the first. Draw each parameter at its full shape, from a generator seeded by its "
-            "name, and keep the rank's slice"
+            f"different shards have the same starting values: {e.named(alike, 'parameter')}. Each "
+            "rank draws its shard as if it were the first. Draw each parameter at its full shape, "
+            "from a generator seeded by its name, and keep the rank's slice"
         )
         return
     if any(split.step == 0 for split in e.found.splits):
@@ -53,10 +52,9 @@ def explain_start(e: Evidence) -> Iterator[str]:
         )
         return
     ranks = ranks_of(e, lambda run: worst(run, "weights", 0, wrong))
-    where = name_ranks(ranks, e.runs, range(len(e.runs)))
     yield (
-        f"starting values differ from those on one process, {where}: {shown}. Look at how they are "
-        "drawn and sharded"
+        f"starting values differ from those on one process, {e.where(ranks)}: {shown}. Look at how "
+        "they are drawn and sharded"
     )
 
 
@@ -110,7 +108,7 @@ def explain_data(e: JobEvidence) -> Iterator[str]:
         yield (
             f"the data depend on the plan: at step {step} rank {rank} reads {got} instead of "
             f"sequences {first} to {first + per_rank - 1}. Wrong sequences are read "
-            f"{name_ranks(wrong, e.runs, range(len(e.runs)))}. The order of samples must not "
+            f"{e.where(wrong)}. The order of samples must not "
             "depend on the data-parallel degree: let the sampler count samples over all ranks"
         )
     moved = [run.rank for run in e.runs if not run.steps[step].positions_agree]
@@ -118,15 +116,13 @@ def explain_data(e: JobEvidence) -> Iterator[str]:
         layout = e.job.config.parallelism.context_parallel_load_balancer
         yield (
             "positions are wrong under context parallelism: the model does not receive the "
-            f"positions of the rank's tokens in the {layout} layout, "
-            f"{name_ranks(moved, e.runs, range(len(e.runs)))}. Shard the positions with the "
-            "layout of the tokens; do not compute them from an offset"
+            f"positions of the rank's tokens in the {layout} layout, {e.where(moved)}. Shard the "
+            "positions with the layout of the tokens; do not compute them from an offset"
         )
     shifted = [run.rank for run in e.runs if not run.steps[step].targets_agree]
     if shifted and not wrong:
         yield (
-            "targets do not match the tokens, "
-            f"{name_ranks(shifted, e.runs, range(len(e.runs)))}: make the targets before the "
+            f"targets do not match the tokens, {e.where(shifted)}: make the targets before the "
             "sequence is sharded"
         )
 
@@ -146,7 +142,7 @@ def explain_stage_positions(e: JobEvidence) -> Iterator[str]:
     )
     yield (
         f"the `positions` argument of {who if e.dims.pp_enabled else 'the model'} is {which}, "
-        f"{name_ranks(blind, e.runs, range(len(e.runs)))}{because}. Pass every stage the positions "
+        f"{e.where(blind)}{because}. Pass every stage the positions "
         "of its tokens, sharded like the tokens"
     )
 
@@ -158,12 +154,10 @@ def explain_count(e: Evidence) -> Iterator[str]:
     counts = {run.steps[step].num_targets for run in e.runs}
     if len(counts) == 1 and counts != {known} and not e.failed("start"):
         ratio = counts.pop() / known
-        same = e.factor(ratio)
-        because = f" ({ratio:.6g} is {same})" if same else ""
         yield (
-            f"the loss is divided by {ratio:.6g} times the number of targets in the step{because}: "
-            "targets are counted on several ranks that hold the same tokens, or not on all ranks. "
-            "Count each target once"
+            f"the loss is divided by {ratio:.6g} times the number of targets in the step"
+            f"{e.equals(ratio)}: targets are counted on several ranks that hold the same tokens, "
+            "or not on all ranks. Count each target once"
         )
 
 

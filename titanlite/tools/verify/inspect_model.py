@@ -21,7 +21,7 @@ from titanlite.parallelize.float8.linear import Float8Linear
 from titanlite.ranks.world import World
 from titanlite.tools.verify.opened import open_job
 from titanlite.tools.verify.parts import first_tensors
-from titanlite.tools.verify.record import Mixing, is_input
+from titanlite.tools.verify.record import is_input
 
 
 def find_narrowed(job: Job, batches: list[Batch]) -> tuple[str, ...]:
@@ -57,8 +57,8 @@ def watched(model: nn.Module, outside: str = "the model") -> Iterator[Collection
         yield watch.found
 
 
-def find_mixing(world: World, resolved: ResolvedJob) -> Mixing:
-    """What depends on the other sequences of the batch: a module, or else the loss.
+def find_mixing(world: World, resolved: ResolvedJob) -> tuple[str, str]:
+    """What depends on the other sequences of the batch: a module, or else how the loss does.
 
     A module's output for the first sequence is compared between the batch and a batch of copies of
     that sequence; the sum of the losses, between the batch and its sequences one by one.
@@ -73,7 +73,7 @@ def find_mixing(world: World, resolved: ResolvedJob) -> Mixing:
         for name, output in whole.items():
             if not is_input(name) and _differs(output, alone.get(name)):
                 module = model.get_submodule(name)
-                return Mixing(f"{name or 'the model'} ({type(module).__name__})")
+                return f"{name or 'the model'} ({type(module).__name__})", ""
         loss = job.trainer.loss
         together = float(loss.total(call_model(model, batch), batch))
         rows = [batch.rows(row, row + 1) for row in range(number)]
@@ -81,15 +81,25 @@ def find_mixing(world: World, resolved: ResolvedJob) -> Mixing:
         counts = [float(loss.count(row)) for row in rows]
     difference = abs(together - sum(each)) / max(abs(together), abs(sum(each)), 1e-300)
     if difference <= 1e-9 or number == 1:
-        return Mixing()
+        return "", ""
     weighted = sum(count * one for count, one in zip(counts, each, strict=True))
     mean_over = {
         "samples": together * number / (sum(each) or 1.0),
         "weights or targets of the samples": together * sum(counts) / (weighted or 1.0),
     }
-    # Weights that are divided by their mean count as many as there are samples.
-    means = (what for what, ratio in mean_over.items() if {round(ratio, 9)} & {1.0, 1.0 * number})
-    return Mixing(of_loss=difference, mean_over=next(means, ""))
+    for what, ratio in mean_over.items():
+        # Weights that are divided by their mean count as many as there are samples.
+        if round(ratio, 9) in (1, number):
+            return "", (
+                f"the loss is a mean over the {what} that it is given, so it depends on how the "
+                "batch is split; let total(outputs, batch) return their sum (docs/losses.md)"
+            )
+    return "", (
+        "the loss of one sample depends on other samples: on one process, the losses of the "
+        f"samples one by one differ from those together by {difference:.1e}. A rank or microbatch "
+        "has only some of the batch, so plans train on other losses; register the loss with "
+        'over="batch" (docs/losses.md)'
+    )
 
 
 def _differs(whole: Tensor, copies: Tensor | None) -> bool:

@@ -27,7 +27,7 @@ from titanlite.tools.verify.evidence import (
 )
 from titanlite.tools.verify.gradients import explain_gradients
 from titanlite.tools.verify.record import around, is_input, module_of
-from titanlite.tools.verify.wording import agree, is_near, name_parameters, name_ranks, times
+from titanlite.tools.verify.wording import agree, is_near, times
 
 
 def explain_cures(e: Evidence) -> Iterator[str]:
@@ -85,7 +85,7 @@ def explain_float8(e: JobEvidence) -> Iterator[str]:
             yield (
                 f"{name} scales its input with {own}, but its recipe "
                 f"{e.job.config.section(Float8Section).recipe} needs {right}, "
-                f"{name_ranks(others, e.runs, seen)}: the module that computes this layer's "
+                f"{e.where(others, seen)}: the module that computes this layer's "
                 "product uses another recipe. Call the layer's own product(x, weight) there"
             )
             return
@@ -127,10 +127,9 @@ def _wrong_scale(
     which = "" if what == "input" else f" of its {what}" if what == "weight" else " of its gradient"
     yield (
         f"{name} is the {'last' if what == 'gradient' else 'first'} float8 layer whose "
-        f"scales{which} differ, {name_ranks(wrong, e.runs, seen)}: the amax there is that of the "
-        "rank's own part of the tensor, but the largest amax of all ranks equals that of one "
-        "process. "
-        "Reduce the amax (MAX) over every axis that splits the tensor: "
+        f"scales{which} differ, {e.where(wrong, seen)}: the amax there is that of the rank's own "
+        "part of the tensor, but the largest amax of all ranks equals that of one process. Reduce "
+        "the amax (MAX) over every axis that splits the tensor: "
         + (
             "tp, which shards the weight"
             if what == "weight"
@@ -241,7 +240,7 @@ def unexplained(e: Evidence, names: Collection[str] | None = None) -> str:
         order = e.parameter_order
         last = max(sorted(wrong), key=lambda name: order.get(name, -1))
         ranks = ranks_of(e, lambda run: worst(run, "gradients", e.step, sorted(wrong)))
-        shown = name_parameters(wrong, e.runs, "gradient")
+        shown = e.named(wrong)
         if place := wrong_backward(e):
             return f"every module output agrees, but {shown} {agree(shown, 'differ')}: {place}"
         seen = "every recorded module output agrees" if outputs_agree(e) else ""
@@ -254,9 +253,8 @@ def unexplained(e: Evidence, names: Collection[str] | None = None) -> str:
             )
         return (
             f"unexplained: {measured}, {'and' if e.failed('loss') else 'but'} {shown} "
-            f"{agree(shown, 'differ')}, "
-            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}; {last} is the first in backward "
-            "order. Neither a factor, nor a missing sum over an axis, nor a missing part of the "
-            f"batch explains it. Look at {where}"
+            f"{agree(shown, 'differ')}, {e.where(ranks)}; {last} is the first in backward order. "
+            "Neither a factor, nor a missing sum over an axis, nor a missing part of the batch "
+            f"explains it. Look at {where}"
         )
     return "unexplained: no known pattern fits; the table shows what differs"

@@ -326,13 +326,13 @@ class RankTrace:
 
     rank: int
     coordinates: dict[str, int]
-    events: dict[str, ModuleOutput]
+    events: dict[str, ModuleOutput] = field(default_factory=dict)
     """What modules receive and return."""
-    summed_output: dict[str, Agreement]
+    summed_output: dict[str, Agreement] = field(default_factory=dict)
     """Mesh axis -> the first tensor of these that differs, summed over that axis."""
     summed_biases: dict[str, float] = field(default_factory=dict, kw_only=True)
     """Mesh axis -> how often that sum contains the module's bias, if that is known."""
-    summed_gradients: dict[str, dict[str, Agreement]]
+    summed_gradients: dict[str, dict[str, Agreement]] = field(default_factory=dict)
     """Gradient -> mesh axis over which the parameter is replicated -> the sum over that axis."""
     shares: dict[str, Fit] = field(default_factory=dict)
     """Gradient -> it as a sum of the gradients of the cells."""
@@ -381,18 +381,6 @@ class RankTrace:
     def modules(self) -> dict[str, ModuleOutput]:
         """What modules return."""
         return {event: one for event, one in self.events.items() if not is_input(event)}
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """What depends on the other sequences of a batch; falsy values for nothing."""
-
-    module: str = ""
-    """The first such module in forward order, and its class."""
-    of_loss: float = 0.0
-    """The relative difference between the losses one by one and together."""
-    mean_over: str = ""
-    """Over what the loss is a mean instead of a sum."""
 
 
 @dataclass

@@ -46,7 +46,7 @@ class Recurrence:
         """What Muon updates: name -> "matrix" or "stack"."""
         self._weights = weights
         self._state: Mapping[str, Tensor] = {}
-        self._has_own_samples = self._has_own_balance = self._has_own_average = True
+        self._checks = [self._wrong_samples, self._wrong_balance, self._wrong_average]
         self._averaged: dict[str, list[Tensor]] = {}
         self._biases = {
             name: layer.expert_bias.cpu().clone()
@@ -55,37 +55,28 @@ class Recurrence:
         }
         training = job.config.training
         # Formulas and kernels round differently; only in float64 is an error larger than that.
-        self._is_exact = training.dtype == training.param_dtype == "float64"
+        if training.dtype == training.param_dtype == "float64":
+            self._checks.append(self._wrong_update)
 
     def problems(
         self, step: int, batches: list[Batch], record: Mapping[str, Any], numbers: ReferenceStep
     ) -> Iterator[str]:
         """What is wrong in `step`; `record` has its tensors, `numbers` its loss, norm and rate."""
-        if self._has_own_samples:
-            wrong = list(self._wrong_samples(step, record["fields"]))
-            self._has_own_samples = not wrong
-            yield from wrong
         yield from self._wrong_count(step, batches, numbers.num_targets)
         yield from self._changed_frozen(step, record["weights"])
-        if self._has_own_balance:
-            wrong = list(self._wrong_balance(step, record, numbers))
-            self._has_own_balance = not wrong
-            yield from wrong
-        if self._has_own_average:
-            wrong = list(self._wrong_average(step, record))
-            self._has_own_average = not wrong
-            yield from wrong
-        if self._is_exact:
+        for check in list(self._checks):
             # An error in one step makes the next ones start from wrong values.
-            found = list(self._wrong_update(step, record, numbers))
-            self._is_exact = not found
-            yield from found
+            if found := list(check(step, record, numbers)):
+                self._checks.remove(check)
+                yield from found
         self._weights, self._state = record["weights"], record["state"]
 
-    def _wrong_samples(self, step: int, fields: Mapping[str, Tensor]) -> Iterator[str]:
+    def _wrong_samples(
+        self, step: int, record: Mapping[str, Any], numbers: ReferenceStep
+    ) -> Iterator[str]:
         """Whether the step trains on the samples that follow those of the previous step."""
         size = self._job.resolved.num_sequences(step, step)
-        name, rows = next(iter(fields.items()))
+        name, rows = next(iter(record["fields"].items()))
         first = self._job.resolved.num_sequences(1, step - 1)
         expected: Counter[bytes] = Counter()
         for index in range(first, first + size):
@@ -147,7 +138,9 @@ class Recurrence:
                 )
                 return
 
-    def _wrong_average(self, step: int, record: Mapping[str, Any]) -> Iterator[str]:
+    def _wrong_average(
+        self, step: int, record: Mapping[str, Any], numbers: ReferenceStep
+    ) -> Iterator[str]:
         """Whether the averages of the weights follow from the weights after each step."""
         section = self._job.config.weight_averaging
         is_due = step >= section.start_step and (step - section.start_step) % section.freq == 0

@@ -6,11 +6,19 @@ import math
 import sys
 import textwrap
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from titanlite.observe.terminal import DEFAULT_WIDTH, terminal_width
 from titanlite.tools.tables import format_table
-from titanlite.tools.verify.differences import NARROW_TOLERANCE, NUMBERS, Disagreement, Key, badness
+from titanlite.tools.verify.differences import (
+    NARROW_TOLERANCE,
+    NUMBERS,
+    WORDS,
+    Disagreement,
+    Key,
+    badness,
+)
 from titanlite.tools.verify.result import Result, Verification
 from titanlite.tools.verify.wording import listed
 
@@ -159,23 +167,6 @@ def describe_key(key: Key) -> str:
     return WORDS[kind] if kind in NUMBERS else f"the {WORDS[kind]} {name}"
 
 
-WORDS = {
-    "start": "starting weight",
-    "loss": "the loss",
-    "auxiliary_loss": "the auxiliary loss",
-    "norm": "the gradient norm",
-    "gradient": "gradient",
-    "load": "count of tokens by expert",
-    "lr": "the learning rate",
-    "weight": "weight",
-    "state": "optimizer state",
-    "buffer": "buffer",
-    "validation": "the validation loss",
-    "metric": "validation metric",
-    "reloaded": "reloaded tensor",
-}
-
-
 def to_json(found: Result, ran: Mapping[str, Any]) -> dict[str, Any]:
     """The whole result as JSON, after what `ran`; a difference that is not finite is null."""
 
@@ -192,16 +183,7 @@ def to_json(found: Result, ran: Mapping[str, Any]) -> dict[str, Any]:
                 row[kind] = value
         return row
 
-    failed = [
-        {
-            "step": f.step,
-            "kind": f.kind,
-            "name": f.name,
-            "difference": number(f.difference),
-            "tolerance": f.tolerance,
-        }
-        for f in found.failures
-    ]
+    failed = [asdict(f) | {"difference": number(f.difference)} for f in found.failures]
     has_run = bool(found.differences)
     return {
         **ran,

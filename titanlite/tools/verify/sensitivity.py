@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import median
 
 from titanlite.tools.verify.differences import Key, Tolerance
 
@@ -41,16 +40,7 @@ class Sensitivity(Tolerance):
         usual = super()._make(step, key)
         if key[0] in ("start", "lr") or math.isinf(usual):
             return usual
-        own = max((of_step.get(key, 0.0) for of_step in self.rounding[: step + 1]), default=0.0)
-        return self.margin * max(own, self._usual(key[0], step), self.least)
-
-    def _usual(self, kind: str, step: int) -> float:
-        """The median of the changes of a kind."""
-        found = [0.0]
-        for of_step in self.rounding[: step + 1]:
-            values = [value for (of_kind, _), value in of_step.items() if of_kind == kind]
-            found.append(median(values) if values else 0.0)
-        return max(found)
+        return self.margin * max(*self._moved(key, step + 1), self.least)
 
 
 @dataclass(kw_only=True)

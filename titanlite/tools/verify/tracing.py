@@ -141,11 +141,8 @@ class Tracer(abc.ABC):
 
     def lines(self, kept: Events) -> RankTrace:
         """Only the lines of code, of a step that is not compared."""
-        own, of_gradients = kept.lines, kept.lines_backward
-        place = self.grid.coordinates(self.rank)
-        return RankTrace(
-            self.rank, place, {}, {}, summed_gradients={}, lines=own, lines_backward=of_gradients
-        )
+        place, backward = self.grid.coordinates(self.rank), kept.lines_backward
+        return RankTrace(self.rank, place, lines=kept.lines, lines_backward=backward)
 
     def _harmless(self, is_right: Mapping[str, bool], *, is_backward: bool = False) -> list[str]:
         found = harmless(self.reference, gathered(dict(is_right)), is_backward=is_backward)
@@ -252,7 +249,7 @@ class Tracer(abc.ABC):
         )
         first = next(order, None)
         if first is None:
-            return {"summed_output": {}}
+            return {}
         bias, biases = self.weights().get("" if is_input(first) else f"{module_of(first)}.bias"), {}
 
         def compare(total: Tensor, axis: str = "") -> Agreement:

@@ -18,15 +18,7 @@ from titanlite.tools.verify.evidence import (
 )
 from titanlite.tools.verify.norms import explain_norm, norms_of_own
 from titanlite.tools.verify.record import RankRun
-from titanlite.tools.verify.wording import (
-    agree,
-    is_near,
-    listed,
-    name_parameters,
-    name_ranks,
-    times,
-    told_apart,
-)
+from titanlite.tools.verify.wording import agree, is_near, listed, times, told_apart
 
 
 def explain_norm_alone(e: Evidence) -> Iterator[str]:
@@ -44,13 +36,10 @@ def explain_norm_alone(e: Evidence) -> Iterator[str]:
         f"the gradient norm is {times(own / known)} as large as on one process, but every "
         "gradient agrees"
     )
-    same = e.factor(own / known)
     if words:
         yield f"{ratio}: {words}. Count each gradient element once, however many ranks hold it"
-    elif same:
-        yield f"{ratio}; {own / known:.6g} is {same}"
     else:
-        yield ratio
+        yield ratio + e.equals(own / known, form="; {}")
 
 
 def explain_rate(e: Evidence) -> Iterator[str]:
@@ -58,13 +47,12 @@ def explain_rate(e: Evidence) -> Iterator[str]:
         known = e.reference[e.step].lr
         rates = {run.rank: run.steps[e.step].lr for run in e.runs}
         wrong = {rank: rate for rank, rate in rates.items() if not is_near(rate, known)}
-        where = name_ranks(wrong, e.runs, rates)
+        where = e.where(wrong, rates)
         *rates_shown, right = told_apart(*sorted(set(wrong.values())), known)
         shown = listed(rates_shown)
         yield (
-            f"the learning rate of step {e.step} is {shown} {where}, "
-            f"but [lr_scheduler] gives {right}: the schedule is wrong, or is not advanced "
-            "once per step"
+            f"the learning rate of step {e.step} is {shown} {where}, but [lr_scheduler] gives "
+            f"{right}: the schedule is wrong, or is not advanced once per step"
         )
 
 
@@ -72,13 +60,13 @@ def explain_update(e: Evidence) -> Iterator[str]:
     wrong = e.failed("weight")
     if not wrong or any(e.failed(kind) for kind in ("start", "gradient", "norm")):
         return
-    shown = name_parameters(wrong, e.runs, "weight")
+    shown = e.named(wrong, "weight")
     ranks = ranks_of(e, lambda run: worst(run, "weights", e.step, wrong))
     bad = [run for run in e.runs if any(_differs(run, name, e.step) for name in wrong)]
     still = [name for name in wrong if all(_is_unchanged(run, name, e.step) for run in bad)]
     if still:
-        who = name_parameters(still, e.runs, "weight")
-        where = name_ranks([run.rank for run in bad], e.runs, range(len(e.runs)))
+        who = e.named(still, "weight")
+        where = e.where([run.rank for run in bad])
         states = [{n.rpartition(".")[0] for n in r.steps[e.step].state} for r in e.runs]
         counts = {sum(name in of_rank for of_rank in states) for name in still}
         why = (
@@ -95,8 +83,7 @@ def explain_update(e: Evidence) -> Iterator[str]:
         return
     yield (
         f"gradients and their norm agree, but {shown} {agree(shown, 'differ')} after the step, "
-        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}. "
-        + (e.describe_update() or _wrong_update(e))
+        f"{e.where(ranks)}. " + (e.describe_update() or _wrong_update(e))
     )
 
 
@@ -129,10 +116,9 @@ def _wrong_update(e: Evidence) -> str:
     factor, left = pooled(moments)
     # After step 1 the state also holds the gradients of earlier steps.
     if e.step == 1 and left < EXPLAINED and not is_near(factor, 1.0):
-        same = e.factor(factor)
         return (
             f"The optimizer received gradients {factor:.6g} times as large as on one process"
-            f"{f' ({factor:.6g} is {same})' if same else ''}: clipping is wrong"
+            f"{e.equals(factor)}: clipping is wrong"
         )
     return "The optimizer state differs too: clipping or the optimizer is wrong"
 
@@ -158,7 +144,7 @@ def explain_state(e: Evidence) -> Iterator[str]:
         names = {name.rpartition(".")[0] for name in wrong}
         yield (
             f"after step {e.step} all weights agree, but the optimizer state of "
-            f"{name_parameters(names, e.runs, 'parameter')} differs ({listed(keys)}): the weights "
+            f"{e.named(names, 'parameter')} differs ({listed(keys)}): the weights "
             "of later steps will differ. Look at how the optimizer updates this state"
         )
 
@@ -277,6 +263,6 @@ def explain_replicas(e: Evidence) -> Iterator[str]:
         )
         names = {split.name for split in splits}
         yield (
-            f"the replicas of {name_parameters(names, e.runs, 'parameter')} differ from step "
+            f"the replicas of {e.named(names, 'parameter')} differ from step "
             f"{e.step} on ({groups} hold different bits)"
         )

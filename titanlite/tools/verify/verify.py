@@ -17,7 +17,7 @@ from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, check_machine, resolve_job
 from titanlite.parallelize.steps import depends_on_microbatch, features_on
-from titanlite.tools.verify.accumulation import Accumulation, measure_rounding, measure_sensitivity
+from titanlite.tools.verify.accumulation import Accumulation, measure_rounding
 from titanlite.tools.verify.causes import explain_error, find_causes
 from titanlite.tools.verify.differences import Tolerance, differences, unequal_replicas
 from titanlite.tools.verify.experts import moved_tokens
@@ -134,7 +134,7 @@ class Verifier(contextlib.AbstractContextManager["Verifier"]):
         # done only if something is above the default tolerance.
         is_stable = not depends_on_microbatch(config)
         if is_measured:
-            rounding = measure_sensitivity(self._runs, found, reference)
+            rounding = measure_rounding(self._runs, found, reference, perturbs=True)
             found.judge(Sensitivity(found.dtype, rounding, is_narrow, least))
         elif isinstance(found.given, float):
             found.judge(Given(dtype=found.dtype, limit=found.given))

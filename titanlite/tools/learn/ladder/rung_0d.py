@@ -21,6 +21,17 @@ from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
 def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
+    model, outcome = run_items(gpu, work, range(work.items))
+
+    # One step of gradient descent.
+    outcome.store(model)
+    return outcome
+
+
+def run_items(
+    gpu: GPU, work: StepWorkload, items: Sequence[int]
+) -> tuple[list[integers.Part], Outcome]:
+    """Both passes of these items through the whole model."""
     # The model: for each layer an attention and a feed-forward.
     model = integers.make_layers(range(work.layers), work.width)
 
@@ -28,12 +39,9 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     gpu.allocate("model", 4 * work.layer_gradient_units * work.layers)
 
     outcome = Outcome()
-    for item in range(work.items):
+    for item in items:
         run_item(gpu, model, work, item, outcome)
-
-    # One step of gradient descent.
-    outcome.store(model)
-    return outcome
+    return model, outcome
 
 
 def run_item(

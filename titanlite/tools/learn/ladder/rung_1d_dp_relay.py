@@ -12,7 +12,7 @@ Run it: titanlite ladder 1d-relay --dp 8
 from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.tools.learn.ladder.rung_0d import run_item
+from titanlite.tools.learn.ladder.rung_0d import run_items
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.gpu import GPU
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
@@ -20,13 +20,8 @@ from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     ranks, here = grid.degrees["dp"], gpu.global_rank
-    model = integers.make_layers(range(work.layers), work.width)
-    gpu.allocate("model", 4 * work.layer_gradient_units * work.layers)
-
-    outcome = Outcome()
     own = work.items // ranks
-    for item in range(here * own, (here + 1) * own):
-        run_item(gpu, model, work, item, outcome)
+    model, outcome = run_items(gpu, work, range(here * own, (here + 1) * own))
 
     # The relay: ranks - 1 hops add up the gradients, and one more brings the sum to rank 0.
     gradients = integers.gradients_of(model)

@@ -14,73 +14,54 @@ Run it: titanlite ladder 3d --workers-per-node 2
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.schedule import make_schedule
 from titanlite.tools.learn.ladder.rung_0d import run_layers
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import all_reduce_matrix, ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.train_step import Outcome, StepWorkload
+from titanlite.tools.simulate.train_step import Outcome, StepWorkload, run_pipeline
 
 
-def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
-    at, ways = grid.coordinates(gpu.global_rank), grid.degrees["tp"]
-    replicas, group = grid.group(gpu.global_rank, "dp"), grid.group(gpu.global_rank, "tp")
+def train(gpu: GPU, grid: Grid, work: StepWorkload, **context_parallel: Any) -> Outcome:
+    """`context_parallel` are options of the attentions, which rung_4d_cp.py gives."""
+    at, ways, parts = grid.coordinates(gpu.global_rank), grid.degrees["tp"], grid.degrees["cp"]
+    replicas, group = grid.group(gpu.global_rank, "dp", "cp"), grid.group(gpu.global_rank, "tp")
     layers = integers.split(range(work.layers), at["pp"], grid.degrees["pp"])
     items = integers.split(range(work.items), at["dp"], grid.degrees["dp"])
 
-    model = integers.make_layers(layers, work.width, at["tp"], ways)
+    model = integers.make_layers(layers, work.width, at["tp"], ways, **context_parallel)
     size = work.layer_gradient_units / ways * len(layers)
     gpu.allocate("model", 4 * size)
+    shards = {"weight_shards": ways, "token_shards": parts}
 
     def complete(partial: integers.Matrix) -> integers.Matrix:
-        return all_reduce_matrix(gpu, group, "output", work.activation_units, partial)
+        return all_reduce_matrix(gpu, group, "output", work.activation_units / parts, partial)
 
     def run(kind: str, item: int, x: integers.Matrix) -> integers.Matrix:
         """The forward or backward pass of this rank's layers, with the all-reduces of tp."""
-        return run_layers(gpu, model, work, kind, item, x, weight_shards=ways, complete=complete)
+        return run_layers(gpu, model, work, kind, item, x, **shards, complete=complete)
 
-    outcome = run_pipeline(gpu, grid, work, items, run)
+    outcome = run_items(gpu, grid, work, items, run)
     total = ring_all_reduce(gpu, replicas, "gradients", size, integers.gradients_of(model))
     integers.set_gradients(model, total)
     outcome.store(model)
     return outcome
 
 
-def run_pipeline(
+def run_items(
     gpu: GPU,
     grid: Grid,
     work: StepWorkload,
     items: Sequence[int],
     run: Callable[[str, int, integers.Matrix], integers.Matrix],
 ) -> Outcome:
-    """The pipeline, in the order of 1F1B. An item passes the stages forward, then backward.
+    """The items one by one through the pipeline; `run` is a pass through this rank's layers."""
 
-    `run` is a pass of an item through this rank's layers. With cp, a rank has a part of the tokens.
-    """
-    at, pipeline = grid.coordinates(gpu.global_rank), grid.group(gpu.global_rank, "pp")
-    stage, stages, parts = at["pp"], len(pipeline), grid.degrees["cp"]
-    size, num_layers = work.activation_units / parts, work.layers // stages
+    def run_one(kind: str, one: Sequence[int], xs: list[integers.Matrix]) -> list[integers.Matrix]:
+        return [run(kind, one[0], xs[0])]
+
     outcome = Outcome()
-    outputs: dict[int, integers.Matrix] = {}  # of the last stage, for the backward pass
-    for action in make_schedule("1F1B", stages, len(items)).actions[stage]:
-        item, is_forward = items[action.microbatch or 0], action.kind == "F"
-        source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
-        if is_forward:
-            gpu.allocate(f"activations {item}", size * num_layers)
-        if 0 <= source < stages:
-            x = gpu.receive(pipeline[source], str(action), size)
-        elif is_forward:
-            whole = integers.make_input(item, work.tokens, work.width)
-            x = list(integers.split(whole, at["cp"], parts))
-        else:
-            x = integers.loss_gradient(outputs.pop(item))
-        x = run(action.kind, item, x)
-        if 0 <= target < stages:
-            gpu.send(pipeline[target], str(action), size, x)
-        elif is_forward:
-            outcome.losses[item], outputs[item] = integers.loss_of(x), x
-        if not is_forward:
-            gpu.free(f"activations {item}")
+    run_pipeline(gpu, grid, work, [[item] for item in items], run_one, outcome)
     return outcome

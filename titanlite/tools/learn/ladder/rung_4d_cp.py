@@ -16,49 +16,23 @@ Run it: titanlite ladder 4d-cp --activation-units 400 --key-value-units 200
 from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.tools.learn.ladder.rung_0d import run_layers
-from titanlite.tools.learn.ladder.rung_3d import run_pipeline
-from titanlite.tools.simulate import integer_model as integers
-from titanlite.tools.simulate.collectives import (
-    all_reduce_matrix,
-    gather_rows,
-    ring_all_reduce,
-    scatter_rows,
-)
+from titanlite.tools.learn.ladder import rung_3d
+from titanlite.tools.simulate.collectives import gather_rows, scatter_rows
 from titanlite.tools.simulate.gpu import GPU
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
 def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
-    at, ways = grid.coordinates(gpu.global_rank), grid.degrees["tp"]
-    group, ring = grid.group(gpu.global_rank, "tp"), grid.group(gpu.global_rank, "cp")
-    replicas = grid.group(gpu.global_rank, "dp", "cp")
-    layers = integers.split(range(work.layers), at["pp"], grid.degrees["pp"])
-    items = integers.split(range(work.items), at["dp"], grid.degrees["dp"])
+    place, ring = grid.coordinates(gpu.global_rank)["cp"], grid.group(gpu.global_rank, "cp")
+    size = work.key_value_units / grid.degrees["tp"]
 
-    # How this rank exchanges the keys of its heads: those of its own tokens with those of others.
-    boundary, key_units = work.activation_units / len(ring), work.key_value_units / ways
-    model = integers.make_layers(
-        layers,
-        work.width,
-        at["tp"],
-        ways,
-        first=at["cp"] * work.tokens // len(ring),
-        gather_keys=lambda keys: gather_rows(gpu, ring, "keys", key_units, keys),
-        scatter_gradients=lambda grads: scatter_rows(gpu, ring, "key gradients", key_units, grads),
+    # The 3D step, but this rank exchanges the keys of its heads: those of its own tokens with those
+    # of others.
+    return rung_3d.train(
+        gpu,
+        grid,
+        work,
+        first=place * work.tokens // len(ring),
+        gather_keys=lambda keys: gather_rows(gpu, ring, "keys", size, keys),
+        scatter_gradients=lambda grads: scatter_rows(gpu, ring, "key gradients", size, grads),
     )
-    size = work.layer_gradient_units / ways * len(layers)
-    gpu.allocate("model", 4 * size)
-    shards = {"weight_shards": ways, "token_shards": len(ring)}
-
-    def complete(partial: integers.Matrix) -> integers.Matrix:
-        return all_reduce_matrix(gpu, group, "output", boundary, partial)
-
-    def run(kind: str, item: int, x: integers.Matrix) -> integers.Matrix:
-        return run_layers(gpu, model, work, kind, item, x, **shards, complete=complete)
-
-    outcome = run_pipeline(gpu, grid, work, items, run)
-    total = ring_all_reduce(gpu, replicas, "gradients", size, integers.gradients_of(model))
-    integers.set_gradients(model, total)
-    outcome.store(model)
-    return outcome

@@ -16,7 +16,7 @@ Run it: titanlite ladder 4d-ep --experts 8
 from __future__ import annotations
 
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.tools.learn.ladder.rung_3d import run_pipeline
+from titanlite.tools.learn.ladder.rung_3d import run_items
 from titanlite.tools.simulate import integer_model as integers
 from titanlite.tools.simulate.collectives import all_reduce_matrix, all_to_all, ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
@@ -67,7 +67,7 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
             x = integers.add(x, one(kind, layer, item, x))
         return x
 
-    outcome = run_pipeline(gpu, grid, work, items, run)
+    outcome = run_items(gpu, grid, work, items, run)
     # The gradients of an expert are summed over dp alone, those of attentions over dp x ep.
     for expert in (None, *here):
         parts = [part for part in model if part.expert == expert]

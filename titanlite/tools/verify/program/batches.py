@@ -33,11 +33,8 @@ def _part(leaf: Any, split: Mapping[str, int], grid: Grid, rank: int) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     for dim in sorted(set(split.values())):
-        axes = [axis for axis, own in split.items() if own == dim]
-        count, index = 1, 0
-        for axis in axes:
-            count *= grid.degrees[axis]
-            index = index * grid.degrees[axis] + grid.coordinates(rank)[axis]
+        axes = tuple(axis for axis, own in split.items() if own == dim)
+        count = grid.degree_of(axes)
         if leaf.ndim <= dim:
             continue
         if leaf.size(dim) % count:
@@ -46,7 +43,7 @@ def _part(leaf: Any, split: Mapping[str, int], grid: Grid, rank: int) -> Any:
                 f"dimension {dim}, one for each rank of {' x '.join(axes)}; give other batches, "
                 "or a function split(batch, mesh)"
             )
-        leaf = leaf.chunk(count, dim)[index]
+        leaf = leaf.chunk(count, dim)[grid.place_on(axes, rank)]
     return leaf
 
 

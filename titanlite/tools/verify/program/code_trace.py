@@ -238,9 +238,8 @@ class CodeTracer(Tracer):
                 if tokens.numel() != own or (is_turned and call.shape[:-1] != tokens.shape):
                     continue
                 for feature in self._indices(features):
-                    yield functools.partial(
-                        _take, tokens.flatten(), (feature, features), call.shape
-                    )
+                    chunk = feature, features
+                    yield functools.partial(_take_rows, tokens.flatten(), chunk, call.shape)
 
     def _known_layout(self, call: Tensor, whole: Tensor) -> Iterator[Select]:
         """Rows in the order of another tensor of this step, and a chunk of their features."""
@@ -376,14 +375,10 @@ class CodeTracer(Tracer):
         """This rank's index among `count` along one axis, or along two taken together."""
         if count == 1:
             yield 0
-        place = self.grid.coordinates(self.rank)
         for number in (1, 2):
             for axes in itertools.combinations(self.grid.axes_in_use, number):
-                if math.prod(self.grid.degrees[axis] for axis in axes) == count:
-                    index = 0
-                    for axis in axes:
-                        index = index * self.grid.degrees[axis] + place[axis]
-                    yield index
+                if self.grid.degree_of(axes) == count:
+                    yield self.grid.place_on(axes, self.rank)
 
 
 def _cut(cuts: Sequence[tuple[Tensor | None, int, int]], whole: Tensor) -> Tensor:
@@ -394,13 +389,8 @@ def _cut(cuts: Sequence[tuple[Tensor | None, int, int]], whole: Tensor) -> Tenso
     return whole
 
 
-def _take(tokens: Tensor, feature: tuple[int, int], shape: torch.Size, whole: Tensor) -> Tensor:
-    """Some tokens, and a chunk (index, count) of their features, in a shape."""
-    index, count = feature
-    return whole.flatten(0, -2)[tokens].chunk(count, -1)[index].reshape(shape)
-
-
 def _take_rows(rows: Tensor, feature: tuple[int, int], shape: torch.Size, whole: Tensor) -> Tensor:
+    """Some rows, and a chunk (index, count) of their features, in a shape."""
     index, count = feature
     return _rows_or_zero(whole.flatten(0, -2), rows).chunk(count, -1)[index].reshape(shape)
 

@@ -37,16 +37,7 @@ from titanlite.tools.verify.updates import (
     explain_state,
     explain_update,
 )
-from titanlite.tools.verify.wording import (
-    Explained,
-    agree,
-    be,
-    is_near,
-    listed,
-    name_factor,
-    name_parameters,
-    name_ranks,
-)
+from titanlite.tools.verify.wording import Explained, agree, be, is_near, listed, name_factor
 
 
 @dataclass
@@ -281,11 +272,11 @@ def explain_changed(e: PartEvidence) -> Iterator[str]:
     if not seen or e.changed or not any(map(e.failed, ("loss", "gradient", "weight"))):
         return
     names = {name for of_rank in seen.values() for name in of_rank}
-    who = name_parameters(names, e.runs, "weight")
+    who = e.named(names, "weight")
     before = f"step {e.step - 1} left them" if e.step > 1 else "they were at the start"
     yield (
         f"{who} {be(who)} changed before the forward pass of step {e.step}, "
-        f"{name_ranks(seen, e.runs, range(len(e.runs)))}: not as {before}. Look for code that "
+        f"{e.where(seen)}: not as {before}. Look for code that "
         "replaces weights (averaged weights, loading, a cast) and does not restore them"
     )
 
@@ -297,10 +288,10 @@ def explain_untrained(e: PartEvidence) -> Iterator[str]:
     if not wrong or not e.accumulated:
         return
     ranks = ranks_of(e, lambda run: worst(run, "weights", e.step, wrong))
-    who = name_parameters(wrong, e.runs, "weight")
+    who = e.named(wrong, "weight")
     yield (
         f"{who}, which nothing trains, {agree(who, 'differ')} after step {e.step}, "
-        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}: look at the "
+        f"{e.where(ranks)}: look at the "
         "code that sets them (averaged weights, centers, a teacher), and at who runs it"
     )
 
@@ -312,7 +303,7 @@ def explain_frozen(e: PartEvidence) -> Iterator[str]:
     # In the reference's there is nothing to compare.
     if not e.accumulated or not wrong or any(one and (one.bb or not one.digest) for one in found):
         return
-    who = name_parameters(wrong, e.runs, "weight")
+    who = e.named(wrong, "weight")
     yield Explained(
         f"{who} {agree(who, 'have')} a gradient, but on one process none: "
         f"{'it is' if be(who) == 'is' else 'they are'} frozen there (requires_grad is False), or "
@@ -388,12 +379,12 @@ def explain_uses(e: PartEvidence) -> Iterator[str]:
                 groups[what][name] += [rank]
     groups.pop("", None)
     for what, names in groups.items():
-        who = name_parameters(list(names), e.runs, "gradient")
+        who = e.named(list(names))
         ranks = sorted({rank for ranks in names.values() for rank in ranks})
         holders = [run.rank for run in e.runs if names.keys() & run.steps[e.step].gradients.keys()]
         yield Explained(
             f"{who}, {'which is' if be(who) == 'is' else 'each'} a sum over the uses of its "
-            f"weight, {agree(who, 'are')} wrong, {name_ranks(ranks, e.runs, holders)}: {what}. "
+            f"weight, {agree(who, 'are')} wrong, {e.where(ranks, holders)}: {what}. "
             "Each use has to add to the gradient: look for code that assigns it, or that lets "
             "only one of them count",
             names,
@@ -452,20 +443,19 @@ def explain_accumulated(e: PartEvidence) -> Iterator[str]:
     own = {min(often[name]) for name in wrong}
     right = {min(found) for name, found in often.items() if name not in wrong}
     if len(own) == 1 and right and min(own) > max(right):
-        who = name_parameters(wrong, e.runs, "gradient")
-        yield Explained(
-            f"{who} {be(who)} wrong because more than their own loss is in them: backward passes "
-            f"add to them {min(own):g} times as often as on one process, and to the others "
-            f"{max(right):g} times. Zero them between the backward passes of different losses, or "
-            "keep the other loss from reaching these parameters",
+        yield e.explained(
             wrong,
+            "wrong because more than their own loss is in them: backward passes add to them "
+            f"{min(own):g} times as often as on one process, and to the others {max(right):g} "
+            "times. Zero them between the backward passes of different losses, or keep the other "
+            "loss from reaching these parameters",
         )
 
 
 def explain_previous(e: PartEvidence) -> Iterator[str]:
     """Gradients of the step before that are still there."""
     if names := [name for name in e.failed("gradient") if name in e.fits.previous]:
-        who = name_parameters(names, e.runs, "gradient")
+        who = e.named(names)
         often = {e.fits.previous[name] for name in names}
         times = f" {often.pop():g} times" if len(often) == 1 else ""
         yield Explained(
@@ -514,7 +504,7 @@ def explain_rows(e: PartEvidence) -> Iterator[str]:
         return
     every = [of_rank[name] for of_rank in e.fits.rows.values() for name in wrong if name in of_rank]
     if every and not any(one.rows for one in every):
-        who = name_parameters(wrong, e.runs, "gradient")
+        who = e.named(wrong)
         yield Explained(
             f"{who} {agree(who, 'differ')} only in elements that are zero on one process: what "
             "sets them to zero there, such as a mask or a hook of the parameter, is without effect",
@@ -543,7 +533,7 @@ def explain_rows(e: PartEvidence) -> Iterator[str]:
             why = f"In these rows {parts}. Add up what several ranks have for one row"
         yield Explained(
             f"the gradient of {name} differs only in {_rows(rows)} of {one.number}{how}, "
-            f"{name_ranks(found, e.runs, holders)}. {why}",
+            f"{e.where(found, holders)}. {why}",
             [name],
         )
 
@@ -559,7 +549,7 @@ def _parts_of_rows(e: PartEvidence, found: Mapping[int, WrongRows]) -> str:
         return ""
     if len(words) == 1:
         return next(iter(words))
-    return listed([f"{what}, {name_ranks(own, e.runs, found)}" for what, own in words.items()])
+    return listed([f"{what}, {e.where(own, found)}" for what, own in words.items()])
 
 
 def explain_logarithm(e: PartEvidence) -> Iterator[str]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.tools.verify.dataflow import describe_event, first_wrong
@@ -26,7 +27,6 @@ from titanlite.tools.verify.program.result import Comparison
 from titanlite.tools.verify.record import (
     CodeRun,
     ModelRun,
-    PartFits,
     RankRun,
     RankTrace,
     around,
@@ -352,7 +352,7 @@ class Judging:
         for count in {1: None, evidence.num_microbatches: None}:
             if not (all(files) and wrong) or 2 * most > len(wrong):
                 continue
-            parts = self._find_shares(step, files, count)
+            parts = self._try("reference:find_shares", self.folder, step, files, count)
             number = 0 if parts is None else sum(map(parts.explains, wrong))
             if parts is not None and number > most:
                 parts.mixed = parts.mixed or evidence.fits.mixed
@@ -363,29 +363,23 @@ class Judging:
                     for index in range(count)
                 ]
         if all(files) and (left := [name for name in wrong if not evidence.fits.explains(name)]):
-            on_rank = "titanlite.tools.verify.program.uses:find_uses"
-            what = self.packed, self.folder, step, files, left
-            with contextlib.suppress(RankError):
-                evidence.uses = self.pools.alone(on_rank, *what)
+            what = self.folder, step, files, left
+            evidence.uses = self._try("uses:find_uses", *what) or evidence.uses
         if any(map(evidence.failed, ("loss", "gradient"))) and traces:
             self._watch(evidence, step)
         if evidence.failed("weight"):
-            self._judge_updates(evidence, step)
+            saved = {run.rank: run.updates[step] for run in self.runs if step in run.updates}
+            updates = self._try("weights:judge_updates", step, list(saved.values()))
+            evidence.updates = dict(zip(saved, updates or (), strict=False))
         return evidence
 
-    def _judge_updates(self, evidence: PartEvidence, step: int) -> None:
-        files = {run.rank: run.updates[step] for run in self.runs if step in run.updates}
-        on_rank = "titanlite.tools.verify.program.weights:judge_updates"
+    def _try(self, function: str, *what: Any) -> Any:
+        """What a function of this package finds on one process; None if it fails there."""
         with contextlib.suppress(RankError):
-            updates = self.pools.alone(on_rank, self.packed, step, list(files.values()))
-            evidence.updates = dict(zip(files, updates, strict=True))
-
-    def _find_shares(self, step: int, files: Sequence[str], count: int) -> PartFits | None:
-        on_rank = "titanlite.tools.verify.program.reference:find_shares"
-        found: PartFits | None = None
-        with contextlib.suppress(RankError):
-            found = self.pools.alone(on_rank, self.packed, self.folder, step, files, count)
-        return found
+            return self.pools.alone(
+                f"titanlite.tools.verify.program.{function}", self.packed, *what
+            )
+        return None
 
     def _complete(self, evidence: PartEvidence, step: int) -> str:
         """The line whose result, reduced over an axis, makes what is wrong right; "" if none does.
