@@ -62,6 +62,18 @@ class HFConfig:
         except (OSError, ValueError):
             return None
 
+    @property
+    def num_experts(self) -> int:
+        """The experts of a block that can be spread over ranks; 0 if it has none."""
+        try:
+            if importlib.util.find_spec("transformers") is None or self._is_known(self.given):
+                return 0
+        except (OSError, ValueError):
+            return 0
+        from titanlite.models.hf.families import num_experts
+
+        return num_experts(self)
+
     def problems(self, dims: ParallelDims, seq_len: int) -> list[tuple[str, str]]:
         """What is wrong with the folder, the class or the sizes, as (key, message)."""
         if importlib.util.find_spec("transformers") is None:

@@ -1,6 +1,7 @@
 """Mixture of experts: routing, dispatch, grouped products, and balancing.
 
-    layer.py      ExpertLayer: the feed-forward of a block, made of the parts below
+    layer.py      ExpertLayer: the feed-forward of a block, made of the parts below; RoutedLayer and
+                  RoutedExperts: what it shares with those of transformers
     router.py     which experts a token goes to, and with which weights
     dispatch.py   tokens sorted by expert, sent to the ranks that hold the experts, and combined
     capacity.py   the slots that are dropped if the experts' capacity is limited
@@ -14,6 +15,7 @@ Nothing here depends on a plan, except the process groups that parallelize/exper
 from titanlite.modules.experts.balancer import Balancer as Balancer
 from titanlite.modules.experts.balancer import expert_layers as expert_layers
 from titanlite.modules.experts.layer import ExpertLayer as ExpertLayer
-from titanlite.modules.experts.layer import Experts as Experts
+from titanlite.modules.experts.layer import RoutedExperts as RoutedExperts
+from titanlite.modules.experts.layer import RoutedLayer as RoutedLayer
 from titanlite.modules.experts.router import Gate as Gate
 from titanlite.modules.experts.router import Router as Router

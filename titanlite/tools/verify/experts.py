@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -41,12 +42,15 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
         seen = {t.rank: t.experts[layer] for t in e.traces if layer in t.experts}
         if not seen:
             continue
-        before = e.forward_order[: order.get(f"{layer}.router.gate", 0)]
+        # The router is the first to compute in its layer.
+        first = next((n for n in e.forward_order if n.startswith(f"{layer}.")), f"{layer}.router")
+        router = ".".join(first.split(".")[: layer.count(".") + 2])
+        before = e.forward_order[: order.get(first, 0)]
         if any(outputs_differ(e, name) for name in before):
             return  # its input is wrong already
         moved = {rank: trace.moved for rank, trace in seen.items() if trace.moved}
         if moved:
-            yield _elsewhere(e, layer, moved, seen)
+            yield _elsewhere(e, router, moved, seen)
             return
         rows = _rows(seen, len(known[layer]))
         copies = max(1, sum(rows) // max(1, sum(known[layer])))
@@ -85,7 +89,7 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
 
 
 def _elsewhere(
-    e: JobEvidence, layer: str, moved: dict[int, tuple], seen: dict[int, ExpertTrace]
+    e: JobEvidence, router: str, moved: dict[int, tuple], seen: dict[int, ExpertTrace]
 ) -> str:
     number = sum(map(len, moved.values()))
     total = sum(trace.num_tokens for trace in seen.values())
@@ -95,12 +99,17 @@ def _elsewhere(
     )
     is_later = all(token.call > 0 for tokens in moved.values() for token in tokens)
     return (
-        f"{layer}.router sends {number} of {total} tokens to other experts than one process, "
+        f"{router} sends {number} of {total} tokens to other experts than one process, "
         f"{name_ranks(moved, e.runs, seen)}. The first is token {first.position} of sequence "
         f"{first.sequence}: it goes to experts {listed(first.experts)}, not "
-        f"{listed(first.expected)}, although on one process the lowest chosen score, bias "
-        f"included, is {first.margin:.1e} above the highest score that is not chosen. Its input "
-        "agrees, so the scores, the balancing bias or the choice is wrong"
+        f"{listed(first.expected)}"
+        + (
+            ""
+            if math.isnan(first.margin)
+            else ", although on one process the lowest chosen score, bias included, is "
+            f"{first.margin:.1e} above the highest score that is not chosen"
+        )
+        + ". Its input agrees, so the scores, the balancing bias or the choice is wrong"
         + (
             ". The first microbatch agrees: the balancing bias changes within the step. Update it "
             "once, before the optimizer's step, from the counts of all microbatches"

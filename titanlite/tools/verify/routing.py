@@ -21,7 +21,7 @@ from torch import Tensor
 
 from titanlite.job import Job
 from titanlite.modules.batch import Batch
-from titanlite.modules.experts import ExpertLayer, expert_layers
+from titanlite.modules.experts import ExpertLayer, RoutedLayer, expert_layers
 from titanlite.modules.shards import is_sharded, local_part, offsets_of, shard_of
 from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.parts import ExpectedPart
@@ -39,6 +39,8 @@ class RoutingOfStep:
     """The experts of each token, [T, B, K]."""
     margins: list[Tensor] = field(default_factory=list)
     """By how much the last chosen expert's rank value exceeds that of the next one, [T, B]."""
+    given: list[Tensor] = field(default_factory=list)
+    """The experts that a router of transformers gives for a call that runs, [B T, K]."""
     rows: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     """Expert -> the rows that it computed on this rank."""
 
@@ -67,13 +69,15 @@ def followed_routing(
     own = ExpectedPart(job, batches)
     layers = {name: layer for name, layer in expert_layers(job.parts).items() if name in known}
     with recorded_routing(job) as routed:
-        replays = {name: _Replay(own, known[name]["chosen"]) for name in layers if replay}
-        for name in replays:
-            layers[name].router.choose = replays[name]
+        # A router of transformers cannot be told.
+        told = {n: one for n, one in layers.items() if replay and isinstance(one, ExpertLayer)}
+        replays = {name: _Replay(own, known[name]["chosen"]) for name in told}
+        for name, layer in told.items():
+            layer.router.choose = replays[name]
         try:
             yield found
         finally:
-            for layer in layers.values():
+            for layer in told.values():
                 layer.router.choose = None
         for name in layers:
             if name in replays:
@@ -100,7 +104,7 @@ class _Replay:
 
 
 @contextlib.contextmanager
-def _recorded(job: Job, layer: ExpertLayer, found: RoutingOfStep) -> Iterator[None]:
+def _recorded(job: Job, layer: RoutedLayer, found: RoutingOfStep) -> Iterator[None]:
     experts: Any = layer.experts
     compute = experts._compute
     first = 0
@@ -114,7 +118,7 @@ def _recorded(job: Job, layer: ExpertLayer, found: RoutingOfStep) -> Iterator[No
             if layer.expert_bias is not None:
                 ranked = ranked + layer.expert_bias
             values = ranked.sort(-1, descending=True).values
-            last = min(layer.top_k, layer.num_experts - 1)
+            last = min(router.top_k, layer.num_experts - 1)
             found.margins.append((values[..., last - 1] - values[..., last]).cpu())
 
     def count(rows: Tensor, counts: Tensor, *sizes: list[int], **how: bool) -> Tensor:
@@ -124,12 +128,27 @@ def _recorded(job: Job, layer: ExpertLayer, found: RoutingOfStep) -> Iterator[No
         outputs: Tensor = compute(rows, counts, *sizes, **how)
         return outputs
 
-    hook = layer.router.register_forward_hook(keep)
+    def keep_choice(layer: Any, inputs: Any, output: Any) -> None:
+        # A router of transformers has tokens [N], and does not say how close its choice was.
+        if not _is_recomputed():
+            chosen = found.given.pop().unflatten(0, inputs[0].shape[:2]).transpose(0, 1)
+            found.chosen.append(chosen)
+            found.margins.append(torch.full(chosen.shape[:2], torch.nan))
+
+    def take(experts: Any, inputs: Any) -> None:
+        if not _is_recomputed():
+            found.given.append(inputs[1].detach().cpu().clone())
+
+    if isinstance(layer, ExpertLayer):
+        hooks = [layer.router.register_forward_hook(keep)]
+    else:
+        hooks = [experts.register_forward_pre_hook(take), layer.register_forward_hook(keep_choice)]
     experts._compute = count
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         del experts._compute
 
 
@@ -197,9 +216,9 @@ def _by_expert(
 ) -> dict[str, dict[int, Agreement]]:
     """Parameter -> expert -> this rank's part of that expert's gradient, compared."""
     found: dict[str, dict[int, Agreement]] = {}
-    for name in (f"{layer}.experts.{leaf}" for leaf in ("w1", "w2", "w3")):
-        parameter = job.parameters.get(name)
-        if parameter is None or parameter.grad is None or name not in gradients:
+    for name, parameter in job.parameters.items():
+        is_own = name.rpartition(".")[0] == f"{layer}.experts"
+        if not is_own or parameter.grad is None or name not in gradients:
             continue
         own, whole = local_part(parameter.grad.detach()), gradients[name]
         part = shard_of(whole, parameter)
