@@ -49,9 +49,8 @@ class HFExperts(RoutedExperts):
             chosen = each.repeat_interleave(counts, output_size=len(rows)).unsqueeze(-1)
             ones = rows.new_ones(len(rows), 1)
             return grouped_mm_experts_forward(_Here(self, len(counts)), rows, chosen, ones)
-        first, between = "up_proj", module.act_fn
-        if module.has_gate:
-            first, between = "gate_up_proj", module._apply_gate
+        first, gate = ("gate_up_proj", "_apply_gate") if module.has_gate else ("up_proj", "act_fn")
+        between = getattr(self, gate)
         parts = rows.split(sizes or host_sizes(len(rows), counts)[0])
         each_of = zip(parts, _layers(self, first), _layers(self, "down_proj"), strict=True)
         return torch.cat([F.linear(between(F.linear(x, *up)), *down) for x, up, down in each_of])

@@ -66,15 +66,7 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
             yield (
                 f"{layer} routes every token as one process does, and each expert computes as many "
                 f"rows as there, but the output of {layer}.experts differs, "
-                f"{name_ranks(ranks, e.runs, seen)}: "
-                + (
-                    "rows reach another expert's weights, or outputs are combined in another order "
-                    "than they were sent. Check the offset of each rank's first expert, and that "
-                    "the order of dispatch is undone exactly"
-                    if e.dims.ep_enabled
-                    else "its weights or its product differ, or outputs are combined in another "
-                    "order than their rows"
-                )
+                f"{name_ranks(ranks, e.runs, seen)}: {_why_outputs_differ(e, copies, seen)}"
             )
             return
         if outputs_differ(e, f"{layer}.shared_experts"):
@@ -86,6 +78,25 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
                 "is added more than once"
             )
             return
+
+
+def _why_outputs_differ(e: JobEvidence, copies: int, seen: dict[int, ExpertTrace]) -> str:
+    (expected, *_) = (trace.expected_squares for trace in seen.values())
+    found = [
+        sum(trace.squares.get(expert, 0.0) for trace in seen.values())
+        for expert in range(len(expected))
+    ]
+    if all(is_near(a, copies * b, 1e-4) for a, b in zip(found, expected, strict=True)):
+        return (
+            "each expert's results are right, and are not combined as they must be. On their way "
+            "back rows change their order or are lost, or the router's weights do not count once"
+        )
+    if not e.dims.ep_enabled:
+        return "its weights or its product differ"
+    return (
+        "rows reach another expert's weights. Check the offset of each rank's first expert, and "
+        "that the order of dispatch is undone exactly"
+    )
 
 
 def _elsewhere(

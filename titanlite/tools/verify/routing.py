@@ -43,6 +43,8 @@ class RoutingOfStep:
     """The experts that a router of transformers gives for a call that runs, [B T, K]."""
     rows: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     """Expert -> the rows that it computed on this rank."""
+    squares: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """Expert -> the sum of the squares of their results."""
 
 
 @contextlib.contextmanager
@@ -126,6 +128,10 @@ def _recorded(job: Job, layer: RoutedLayer, found: RoutingOfStep) -> Iterator[No
             for index, size in enumerate(counts.tolist()):
                 found.rows[first + index] += size
         outputs: Tensor = compute(rows, counts, *sizes, **how)
+        if not _is_recomputed():
+            each = outputs.detach()[: sum(counts.tolist())].double().split(counts.tolist())
+            for index, part in enumerate(each):
+                found.squares[first + index] += part.square().sum().item()
         return outputs
 
     def keep_choice(layer: Any, inputs: Any, output: Any) -> None:
@@ -170,6 +176,8 @@ def compare_routing(
     return {
         name: ExpertTrace(
             rows=dict(routing.rows),
+            squares=dict(routing.squares),
+            expected_squares=tuple(known[name]["squares"].tolist()),
             num_tokens=sum(chosen[..., 0].numel() for chosen in routing.chosen),
             moved=_moved(own, routing, known[name]),
             gradients=_by_expert(job, name, gradients),
@@ -241,6 +249,7 @@ def routing_record(found: Mapping[str, RoutingOfStep]) -> dict[str, dict[str, Te
         length, number = chosen.shape[:2]
         record[name] = {
             "chosen": chosen,
+            "squares": torch.tensor([*routing.squares.values()], dtype=torch.float64),
             "margins": torch.cat(routing.margins, dim=1),
             "positions": torch.arange(length).unsqueeze(1).expand(length, number),
             "sequences": torch.arange(number).expand(length, number),
