@@ -4,9 +4,9 @@ The blocks are the list of modules in the base model, and the tensor-parallel st
 configuration's `base_model_tp_plan`. `missing` says what a plan needs and a model lacks.
 """
 
+import contextlib
 import functools
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -163,17 +163,16 @@ CANNOT_BUILD = (ValueError, TypeError, KeyError, AttributeError, ImportError)
 
 def num_experts(sizes: HFConfig) -> int:
     """The experts of the first layer of experts; 0 without one, or if it cannot be built."""
-    try:
-        _, model, _ = _built(_text(sizes), _Same(sizes))
-    except CANNOT_BUILD:
-        return 0
-    return next((layer.num_experts for layer in expert_layers([model]).values()), 0)
+    with contextlib.suppress(*CANNOT_BUILD):
+        layers = expert_layers([_built(sizes)[1]]).values()
+        return next((layer.num_experts for layer in layers), 0)
+    return 0
 
 
 def missing(sizes: HFConfig, tp: int, pp: int, cp: int) -> list[Problem]:
     """What this model lacks for a plan, as (key, message); the model is built without storage."""
     try:
-        config, model, structure = _built(_text(sizes), _Same(sizes))
+        config, model, structure = _built(sizes)
     except CANNOT_BUILD as error:
         key = "model.path" if sizes.path is not None else "model.config_class"
         why = " ".join(str(error).split())
@@ -181,28 +180,11 @@ def missing(sizes: HFConfig, tp: int, pp: int, cp: int) -> list[Problem]:
     return list(_missing(config, model, structure, tp, pp, cp))
 
 
-def _text(sizes: HFConfig) -> str:
-    return json.dumps([sizes.path, sizes.config_class, sizes.values], sort_keys=True, default=str)
-
-
-class _Same:
-    """Sizes that are equal to all others: a cache looks at the text beside them."""
-
-    def __init__(self, sizes: HFConfig) -> None:
-        self.sizes = sizes
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same)
-
-    def __hash__(self) -> int:
-        return 0
-
-
 @functools.lru_cache(maxsize=8)
-def _built(text: str, same: _Same) -> tuple[Any, Any, Structure]:
-    config = configuration(same.sizes)
+def _built(sizes: HFConfig) -> tuple[Any, Any, Structure]:
+    config = configuration(sizes)
     with torch.device("meta"):
-        model = build(same.sizes)
+        model = build(sizes)
     try:
         return config, model, structure_of(model)
     except ValueError as error:

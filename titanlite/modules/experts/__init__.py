@@ -1,7 +1,6 @@
 """Mixture of experts: routing, dispatch, grouped products, and balancing.
 
-    layer.py      ExpertLayer: the feed-forward of a block, made of the parts below; RoutedLayer and
-                  RoutedExperts: what it shares with those of transformers
+    layer.py      ExpertLayer: the feed-forward of a block, made of the parts below
     router.py     which experts a token goes to, and with which weights
     dispatch.py   tokens sorted by expert, sent to the ranks that hold the experts, and combined
     capacity.py   the slots that are dropped if the experts' capacity is limited

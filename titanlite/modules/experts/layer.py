@@ -35,37 +35,39 @@ class RoutedExperts(nn.Module):
     exchange: Exchange | None = None
     _compute: Callable[..., Tensor]
 
-    def combine(
+    def forward(
         self,
-        x_ND: Tensor,
-        weights_NK: Tensor,
-        chosen_NK: Tensor,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
         score_first: bool = False,
-        kept_NK: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> Tensor:
         """The sum of the outputs of each token's experts, multiplied by its weights.
 
-        `score_first` multiplies the experts' inputs by the weights instead of their outputs. Slots
-        that are not in `kept_NK` (bool) are neither sent nor computed; their outputs are zero.
+        x is [..., D]; weights, chosen and kept are [..., K]. `score_first` multiplies the experts'
+        inputs by the weights instead of their outputs. Slots that are not in `kept` (bool) are
+        neither sent nor computed; their outputs are zero.
         """
-        if kept_NK is not None:
+        if kept is not None:
             # Sorted behind the slots of all experts.
-            chosen_NK = chosen_NK.masked_fill(~kept_NK, self.num_experts)
+            chosen = chosen.masked_fill(~kept, self.num_experts)
+        x_ND, weights_NK, chosen_NK = (each.flatten(0, -2) for each in (x, weights, chosen))
         order = order_slots(chosen_NK, self.num_experts)
         rows = spread(x_ND, order)
         if score_first:
             factors = weights_NK.flatten().index_select(0, order.by_expert)
-            rows = (rows * factors.unsqueeze(-1)).to(x_ND.dtype)
+            rows = (rows * factors.unsqueeze(-1)).to(x.dtype)
         if self.exchange is not None:
             outputs = self.exchange(rows, order.counts, self._compute)
         else:
-            outputs = self._compute(rows, order.counts, drops=kept_NK is not None)
-        if kept_NK is not None:
+            outputs = self._compute(rows, order.counts, drops=kept is not None)
+        if kept is not None:
             outputs = F.pad(outputs, (0, 0, 0, rows.size(0) - outputs.size(0)))
         y_NKD = gather_back(outputs, order).unflatten(0, chosen_NK.shape)
         if not score_first:
             y_NKD = y_NKD * weights_NK.unsqueeze(-1)
-        return y_NKD.sum(1).to(x_ND.dtype)
+        return y_NKD.sum(1).to(x.dtype).view_as(x)
 
 
 class Experts(RoutedExperts):
@@ -78,28 +80,12 @@ class Experts(RoutedExperts):
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.reset_parameters()
-        self.grouped: bool | None = None
-        """Grouped products or a loop over experts; None: whichever is faster."""
 
     def reset_parameters(self) -> None:
         """Draw the weights of each expert as nn.Linear draws its own."""
         for weight in (self.w1, self.w2, self.w3):
             bound = weight.size(-1) ** -0.5
             nn.init.uniform_(weight, -bound, bound)
-
-    def forward(
-        self,
-        x_TBD: Tensor,
-        weights_TBK: Tensor,
-        chosen_TBK: Tensor,
-        score_first: bool = False,
-        kept_TBK: Tensor | None = None,
-    ) -> Tensor:
-        """The output of `combine` for tokens [T, B]."""
-        x_ND, weights_NK = x_TBD.flatten(0, 1), weights_TBK.flatten(0, 1)
-        kept_NK = None if kept_TBK is None else kept_TBK.flatten(0, 1)
-        y_ND = self.combine(x_ND, weights_NK, chosen_TBK.flatten(0, 1), score_first, kept_NK)
-        return y_ND.view_as(x_TBD)
 
     def _compute(
         self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None, drops: bool = False
@@ -108,7 +94,7 @@ class Experts(RoutedExperts):
             weight.to_local() if isinstance(weight, DTensor) else weight
             for weight in (self.w1, self.w2, self.w3)
         )
-        return swiglu(rows, w1, w2, w3, counts, sizes=sizes, drops=drops, grouped=self.grouped)
+        return swiglu(rows, w1, w2, w3, counts, sizes=sizes, drops=drops)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}"

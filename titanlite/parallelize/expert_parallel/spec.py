@@ -65,12 +65,12 @@ def _expert_parallel(job: Draft) -> Iterator[str]:
 
 @reads(MODEL, "debug.moe_force_load_balance")
 def _forced_balance(job: Draft) -> Iterator[str]:
-    """debug.moe_force_load_balance needs a model with experts, and a router of titanlite."""
-    if job.config.debug.moe_force_load_balance:
-        if job.config.model.name == "hf":
-            yield "debug.moe_force_load_balance: the router is transformers' own; remove this key"
-        elif not job.num_experts:
-            yield "debug.moe_force_load_balance: the model has no experts; remove this key"
+    """debug.moe_force_load_balance needs a model with experts and titanlite's router."""
+    is_routed = job.num_experts and job.config.model.name != "hf"
+    if job.config.debug.moe_force_load_balance and not is_routed:
+        yield (
+            "debug.moe_force_load_balance: the model has no router of titanlite; remove this key"
+        )
 
 
 @reads(MODEL, "activation_checkpoint", RESHARD, EP, *PIPELINE_KEYS)

@@ -108,19 +108,17 @@ def _elsewhere(
         (token for tokens in moved.values() for token in tokens),
         key=lambda token: (token.sequence, token.position),
     )
+    margin = (
+        ", although on one process the lowest chosen score, bias included, is "
+        f"{first.margin:.1e} above the highest score that is not chosen"
+    ) * (not math.isnan(first.margin))
     is_later = all(token.call > 0 for tokens in moved.values() for token in tokens)
     return (
         f"{router} sends {number} of {total} tokens to other experts than one process, "
         f"{name_ranks(moved, e.runs, seen)}. The first is token {first.position} of sequence "
         f"{first.sequence}: it goes to experts {listed(first.experts)}, not "
-        f"{listed(first.expected)}"
-        + (
-            ""
-            if math.isnan(first.margin)
-            else ", although on one process the lowest chosen score, bias included, is "
-            f"{first.margin:.1e} above the highest score that is not chosen"
-        )
-        + ". Its input agrees, so the scores, the balancing bias or the choice is wrong"
+        f"{listed(first.expected)}{margin}. Its input agrees, so the scores, the "
+        "balancing bias or the choice is wrong"
         + (
             ". The first microbatch agrees: the balancing bias changes within the step. Update it "
             "once, before the optimizer's step, from the counts of all microbatches"

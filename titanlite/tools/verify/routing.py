@@ -39,8 +39,6 @@ class RoutingOfStep:
     """The experts of each token, [T, B, K]."""
     margins: list[Tensor] = field(default_factory=list)
     """By how much the last chosen expert's rank value exceeds that of the next one, [T, B]."""
-    given: list[Tensor] = field(default_factory=list)
-    """The experts that a router of transformers gives for a call that runs, [B T, K]."""
     rows: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     """Expert -> the rows that it computed on this rank."""
     squares: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -124,37 +122,33 @@ def _recorded(job: Job, layer: RoutedLayer, found: RoutingOfStep) -> Iterator[No
             found.margins.append((values[..., last - 1] - values[..., last]).cpu())
 
     def count(rows: Tensor, counts: Tensor, *sizes: list[int], **how: bool) -> Tensor:
-        if not _is_recomputed():
-            for index, size in enumerate(counts.tolist()):
-                found.rows[first + index] += size
         outputs: Tensor = compute(rows, counts, *sizes, **how)
         if not _is_recomputed():
-            each = outputs.detach()[: sum(counts.tolist())].double().split(counts.tolist())
-            for index, part in enumerate(each):
-                found.squares[first + index] += part.square().sum().item()
+            numbers = counts.tolist()
+            each = outputs.detach()[: sum(numbers)].double().split(numbers)
+            for expert, part in enumerate(each, start=first):
+                found.rows[expert] += len(part)
+                found.squares[expert] += part.square().sum().item()
         return outputs
 
-    def keep_choice(layer: Any, inputs: Any, output: Any) -> None:
+    def keep_given(_: Any, inputs: Any) -> None:
         # A router of transformers has tokens [N], and does not say how close its choice was.
         if not _is_recomputed():
-            chosen = found.given.pop().unflatten(0, inputs[0].shape[:2]).transpose(0, 1)
+            length = job.resolved.seq_len // job.dims.num_token_shards
+            chosen = inputs[1].detach().cpu().unflatten(0, (-1, length)).transpose(0, 1)
             found.chosen.append(chosen)
             found.margins.append(torch.full(chosen.shape[:2], torch.nan))
 
-    def take(experts: Any, inputs: Any) -> None:
-        if not _is_recomputed():
-            found.given.append(inputs[1].detach().cpu().clone())
-
-    if isinstance(layer, ExpertLayer):
-        hooks = [layer.router.register_forward_hook(keep)]
-    else:
-        hooks = [experts.register_forward_pre_hook(take), layer.register_forward_hook(keep_choice)]
+    hook = (
+        layer.router.register_forward_hook(keep)
+        if isinstance(layer, ExpertLayer)
+        else experts.register_forward_pre_hook(keep_given)
+    )
     experts._compute = count
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
         del experts._compute
 
 
