@@ -10,7 +10,7 @@ from torch import nn
 from titanlite.config import ResolvedJob
 from titanlite.mesh.device_mesh import Meshes
 from titanlite.mesh.parallel_dims import axes_where
-from titanlite.modules.experts import Balancer, ExpertLayer, expert_layers
+from titanlite.modules.experts import Balancer, RoutedLayer, expert_layers
 from titanlite.modules.names import canonical_name
 from titanlite.parallelize.parallelize import Parallelized, uses_loss_parallel
 from titanlite.plain_job import PlainJob
@@ -97,7 +97,7 @@ def build_trainer(
 
 
 def _build_balancer(
-    parts: Sequence[nn.Module], layers: Mapping[str, ExpertLayer], device: torch.device
+    parts: Sequence[nn.Module], layers: Mapping[str, RoutedLayer], device: torch.device
 ) -> Balancer | None:
     """What balances the experts of the whole model's layers; None if there are none."""
     if not layers:

@@ -27,7 +27,7 @@ from titanlite.models.build import build_model, count_flops, plan_of
 from titanlite.modules.attention import Layout, make_layout
 from titanlite.modules.batch import Batch, call_model, check_forward, join, takes
 from titanlite.modules.draws import Draws, find_draws
-from titanlite.modules.experts import ExpertLayer, expert_layers
+from titanlite.modules.experts import RoutedLayer, expert_layers
 from titanlite.modules.names import canonical_name
 from titanlite.modules.tied import find_tied
 from titanlite.parallelize import ParallelPlan
@@ -133,7 +133,7 @@ class PlainJob:
     """For a loss over the whole batch: the batch dimension of each output, else None."""
     draws: Draws
     """The modules that draw from torch's own generators."""
-    experts: Mapping[str, ExpertLayer]
+    experts: Mapping[str, RoutedLayer]
     """The layers of experts, by name."""
     tied: Mapping[str, str]
     """The further names of tied weights: further name -> first name."""

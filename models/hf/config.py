@@ -8,8 +8,10 @@ config_class = "LlamaConfig"            # a class of transformers
 values = { hidden_size = 256, num_hidden_layers = 4 }
 """
 
+import contextlib
 import importlib.util
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.models.sizes import Problems, share_problems
+from titanlite.models.sizes import share_problems
 
 FAMILIES = {
     "GPT2Config": "gpt2",
@@ -46,6 +48,9 @@ class HFConfig:
         dict[str, Any], Field(description="values of that configuration, such as hidden_size")
     ] = field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        return hash((self.path, self.config_class))
+
     @property
     def given(self) -> dict[str, Any]:
         """The values of config.json, overridden by `values`."""
@@ -61,6 +66,16 @@ class HFConfig:
             return self.given.get("vocab_size")
         except (OSError, ValueError):
             return None
+
+    @property
+    def num_experts(self) -> int:
+        """The experts of a block that can be spread over ranks; 0 if it has none."""
+        with contextlib.suppress(OSError, ValueError, ImportError):
+            if not self._is_known(self.given):
+                from titanlite.models.hf.families import num_experts
+
+                return num_experts(self)
+        return 0
 
     def problems(self, dims: ParallelDims, seq_len: int) -> list[tuple[str, str]]:
         """What is wrong with the folder, the class or the sizes, as (key, message)."""
@@ -107,34 +122,28 @@ class HFConfig:
     def _is_gpt2(self, given: dict[str, Any]) -> bool:
         return "gpt2" in (FAMILIES.get(self.config_class or ""), given.get("model_type"))
 
-    def _gpt2_problems(self, given: dict[str, Any], dims: ParallelDims) -> Problems:
-        found: Problems = []
+    def _gpt2_problems(
+        self, given: dict[str, Any], dims: ParallelDims
+    ) -> Iterator[tuple[str, str]]:
         if TP_TABLE in given:
-            found.append(
-                (
-                    "model.values",
-                    f"GPT-2 is sharded by titanlite's own plan, which ignores {TP_TABLE}; remove "
-                    "it, or register a plan of your own (docs/huggingface.md)",
-                )
+            yield (
+                "model.values",
+                f"GPT-2 is sharded by titanlite's own plan, which ignores {TP_TABLE}; remove it, "
+                "or register a plan of your own (docs/huggingface.md)",
             )
-        # GPT-2's own defaults are 12 heads and 768 features.
-        features = given.get("n_embd", 768)
-        inner = given.get("n_inner") or 4 * features
-        found += share_problems(dims.tp, {"n_head": given.get("n_head", 12), "n_inner": inner})
-        # GPT-2's own default is 0.1.
+        # GPT-2's own defaults are 12 heads, 768 features, and dropout of 0.1.
+        inner = given.get("n_inner") or 4 * given.get("n_embd", 768)
+        yield from share_problems(dims.tp, {"n_head": given.get("n_head", 12), "n_inner": inner})
         names = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
-        if dropped := [name for name in names if given.get(name, 0.1)]:
-            found.append(
-                (
-                    "model.values",
-                    f"GPT-2 drops out differently under each plan; set {', '.join(dropped)} to 0",
-                )
+        if dropped := ", ".join(name for name in names if given.get(name, 0.1)):
+            yield (
+                "model.values",
+                f"GPT-2 drops out differently under each plan; set {dropped} to 0",
             )
-        return found
 
     def _size_problems(self, given: dict[str, Any], dims: ParallelDims) -> list[tuple[str, str]]:
         if self._is_gpt2(given):
-            return self._gpt2_problems(given, dims)
+            return list(self._gpt2_problems(given, dims))
         heads = given.get("num_attention_heads")
         kv_heads = given.get("num_key_value_heads") or heads
         numbers = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}

@@ -4,9 +4,9 @@ The blocks are the list of modules in the base model, and the tensor-parallel st
 configuration's `base_model_tp_plan`. `missing` says what a plan needs and a model lacks.
 """
 
+import contextlib
 import functools
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +19,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from titanlite.models.hf.config import TP_TABLE, HFConfig
 from titanlite.models.hf.model import ATTENTION, build, configuration
 from titanlite.models.sizes import share_problems
+from titanlite.modules.experts import expert_layers
 from titanlite.parallelize.plan import block_lists, derive_plan, match_modules
 from titanlite.parallelize.tensor_parallel.styles import NormLocal
 
 PIPELINE_TYPES = (
-    *("deepseek_v3", "ernie4_5", "exaone4", "gemma", "glm", "glm4"),
+    *("deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4"),
     *("glm4_moe", "gpt2", "gpt_oss", "llama", "mistral", "mixtral"),
     *("olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe"),
     *("qwen3", "qwen3_moe", "smollm3", "starcoder2"),
@@ -157,36 +158,33 @@ def _holds(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+CANNOT_BUILD = (ValueError, TypeError, KeyError, AttributeError, ImportError)
+
+
+def num_experts(sizes: HFConfig) -> int:
+    """The experts of the first layer of experts; 0 without one, or if it cannot be built."""
+    with contextlib.suppress(*CANNOT_BUILD):
+        layers = expert_layers([_built(sizes)[1]]).values()
+        return next((layer.num_experts for layer in layers), 0)
+    return 0
+
+
 def missing(sizes: HFConfig, tp: int, pp: int, cp: int) -> list[Problem]:
     """What this model lacks for a plan, as (key, message); the model is built without storage."""
-    text = json.dumps([sizes.path, sizes.config_class, sizes.values], sort_keys=True, default=str)
     try:
-        config, model, structure = _built(text, _Same(sizes))
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        config, model, structure = _built(sizes)
+    except CANNOT_BUILD as error:
         key = "model.path" if sizes.path is not None else "model.config_class"
         why = " ".join(str(error).split())
         return [(key, f"{why[:200]}; give a causal language model of transformers")]
     return list(_missing(config, model, structure, tp, pp, cp))
 
 
-class _Same:
-    """Sizes that are equal to all others: a cache looks at the text beside them."""
-
-    def __init__(self, sizes: HFConfig) -> None:
-        self.sizes = sizes
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same)
-
-    def __hash__(self) -> int:
-        return 0
-
-
 @functools.lru_cache(maxsize=8)
-def _built(text: str, same: _Same) -> tuple[Any, Any, Structure]:
-    config = configuration(same.sizes)
+def _built(sizes: HFConfig) -> tuple[Any, Any, Structure]:
+    config = configuration(sizes)
     with torch.device("meta"):
-        model = build(same.sizes)
+        model = build(sizes)
     try:
         return config, model, structure_of(model)
     except ValueError as error:
@@ -251,7 +249,10 @@ def _missing_for_tp(config: Any, model: Any, structure: Structure, tp: int) -> I
     unknown = [
         f"{pattern} ({entry})"
         for pattern, entry in table.items()
-        if style_of(entry) is None and entry not in REPLICATED
+        if style_of(entry) is None
+        and entry not in REPLICATED
+        # apply_ep shares out the tokens of experts, whose weights TP does not cut.
+        and "experts" not in pattern.split(".")
     ]
     if unknown:
         shown = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")

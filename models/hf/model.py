@@ -5,7 +5,6 @@ which context parallelism can replace; a pipeline stage has a forward that skips
 not have; and GPT-2's joined projection has a dimension for q, k and v, so that each can be sharded.
 """
 
-import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +15,14 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
 from titanlite.models.hf.config import HFConfig
+from titanlite.models.hf.experts import adopt
 from titanlite.modules.attention import CausalAttention
 from titanlite.parallelize.context_parallel.huggingface import no_mask, scoring
 
 if TYPE_CHECKING:
     from titanlite.modules.batch import Batch
 
-ATTENTION, EXPERTS = "titanlite_attention", "titanlite_experts"
+ATTENTION = "titanlite_attention"
 
 # transformers imports torchao if it is installed, which logs libraries built for other machines,
 # and what torch deprecates of it.
@@ -69,17 +69,14 @@ def build(sizes: HFConfig) -> nn.Module:
     transformers.AttentionInterface.register(ATTENTION, _attend)
     # None: the attention itself is causal, and positions need not be consecutive.
     AttentionMaskInterface.register(ATTENTION, no_mask)
-    with contextlib.suppress(ImportError):  # transformers 4 has a loop over the experts
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-        ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _use_experts)
-        config._experts_implementation = EXPERTS
+    config._experts_implementation = "eager"  # of experts that `adopt` leaves as they are
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     for module in list(model.modules()):
         if type(module).__name__.endswith("Attention"):
             module.add_module(ATTENTION, CausalAttention())
             if isinstance(getattr(module, "c_attn", None), Conv1D):
                 module.c_attn = JoinedConv1D(module.c_attn)
+    adopt(model)
     return model
 
 
@@ -97,15 +94,6 @@ def _attend(
     keys = scoring(type(module).__name__, more)
     attention: nn.Module = getattr(module, ATTENTION)
     return attention(q, k, v, scale=scaling, documents=documents, **keys).transpose(1, 2), None
-
-
-def _use_experts(module: nn.Module, x: Tensor, *routing: Tensor) -> Any:
-    """The function of experts that transformers calls; grouped products do not take float64."""
-    from transformers.integrations import moe
-
-    is_wide = x.dtype == torch.float64
-    compute = moe.batched_mm_experts_forward if is_wide else moe.grouped_mm_experts_forward
-    return compute(module, x, *routing)
 
 
 def inputs(batch: "Batch") -> dict[str, Any]:
@@ -147,10 +135,20 @@ def stage_forward(
     inner = self.model
     if inner.embed_tokens is not None:
         x = inner.embed_tokens(x)
-    embeddings = inner.rotary_emb(x, position_ids=position_ids)
+    # Gemma 3 has a table of rotary embeddings for each type of layer.
+    kinds = getattr(inner.rotary_emb, "layer_types", None)
+    tables = {
+        kind: inner.rotary_emb(x, position_ids, *([kind] if kinds else ()))
+        for kind in kinds or [None]
+    }
     for layer in inner.layers:
         if layer is not None:
-            x = layer(x, position_ids=position_ids, position_embeddings=embeddings, **more)
+            table = tables[layer.self_attn.layer_type if kinds else None]
+            x = layer(x, position_ids=position_ids, position_embeddings=table, **more)
     if inner.norm is not None:
         x = inner.norm(x)
-    return x if self.lm_head is None else self.lm_head(x)
+    if self.lm_head is None:
+        return x
+    logits: Tensor = self.lm_head(x)
+    cap = getattr(self.config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -119,6 +119,35 @@ CAPACITY, EXPERT_LAYER = (
     "titanlite/modules/experts/capacity.py",
     "titanlite/modules/experts/layer.py",
 )
+KERNELS = "titanlite/modules/attention/kernels.py"
+# Of transformers: a window in every second layer, and attention to sinks or soft-capped scores.
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 17,
+    "sliding_window": 20,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "attn_logit_softcapping": 0.5,
+    **{f"{name}_token_id": 0 for name in ("pad", "bos", "eos")},
+}
+
+
+def of_transformers(config_class: str, sections: Sections) -> Sections:
+    values = {f"values.{key}": value for key, value in SIZES.items()}
+    model = {"name": "hf", "flavor": "config", "config_class": config_class, **values}
+    return also(sections, model=model, training={"dataset": "digits"})
+
+
+GPT_OSS_CP, GEMMA2_CP = (of_transformers(f"{name}Config", CP) for name in ("GptOss", "Gemma2"))
+MIXTRAL_EP, MIXTRAL_TP_EP = (
+    of_transformers("MixtralConfig", plan(**{f"{axis}_degree": 2}, expert_parallel_degree=2))
+    for axis in ("data_parallel_shard", "tensor_parallel")
+)
 
 GROWING = {"training": {"batch_size_schedule": [[2, 16]]}}
 
@@ -524,6 +553,46 @@ MUTANTS = [
             '        same = {"tp", "cp"}',
         ),
     ),
+    mutant(
+        "a window has one key more",
+        "CP",
+        GPT_OSS_CP,
+        r"layers\.0\.self_attn\.titanlite_attention",
+        RING,
+        ("rows[:, None] - keys < window", "rows[:, None] - keys <= window"),
+    ),
+    mutant(
+        "scores are capped after they are masked",
+        "CP",
+        GEMMA2_CP,
+        r"layers\.0\.self_attn\.titanlite_attention",
+        KERNELS,
+        (
+            "        if how.softcap is not None:\n"
+            "            scores = torch.tanh(scores / how.softcap).mul_(how.softcap)\n",
+            "",
+        ),
+        (
+            "~how.mask, -torch.inf)\n        return scores\n",
+            "~how.mask, -torch.inf)\n        if how.softcap is not None:\n"
+            "            scores = torch.tanh(scores / how.softcap).mul_(how.softcap)\n"
+            "        return scores\n",
+        ),
+    ),
+    mutant(
+        "the sinks count in each step of the ring",
+        "CP",
+        GPT_OSS_CP,
+        r"layers\.0\.self_attn\.titanlite_attention",
+        RING,
+        (
+            "    rotation.forward(_pack(k, v), visit)\n    if sinks is not None:\n"
+            "        merge(out, lse, torch",
+            "    rotation.forward(_pack(k, v), visit)\n"
+            "    for _ in range(rotation.group.size() if sinks is not None else 0):\n"
+            "        merge(out, lse, torch",
+        ),
+    ),
     # Pipeline parallelism.
     mutant(
         "microbatches' gradients are averaged",
@@ -843,6 +912,43 @@ MUTANTS = [
         (
             "                sharded_axes |= set(axes_of(axis))\n",
             "                sharded_axes |= {axis}\n",
+        ),
+    ),
+    mutant(
+        "the router's weights multiply what comes back, and then once more",
+        "EP",
+        MIXTRAL_EP,
+        r"layers.0.mlp.experts",
+        EXPERT_LAYER,
+        (
+            "self.exchange(rows, order.counts, self._compute)\n",
+            "self.exchange(rows, order.counts, self._compute)\n"
+            "            factors = weights_NK.flatten().index_select(0, order.by_expert)\n"
+            "            outputs = outputs * factors.unsqueeze(-1)\n",
+        ),
+    ),
+    mutant(
+        "rows for experts of other ranks add nothing",
+        "EP",
+        MIXTRAL_EP,
+        r"layers.0.mlp.experts",
+        DISPATCH,
+        (
+            "        return _AllToAll.apply(outputs, sent, received, self.group_name)\n",
+            "        back = _AllToAll.apply(outputs, sent, received, self.group_name).split(sent)\n"
+            "        here = dist.get_rank() % self.size\n"
+            "        return torch.cat([part * (rank == here) for rank, part in enumerate(back)])\n",
+        ),
+    ),
+    mutant(
+        "the tokens' gradient is that of a rank's shard",
+        "EP",
+        MIXTRAL_TP_EP,
+        r"layers.\d.mlp|tp",
+        EP_FILE,
+        (
+            "_moved(whole, tp_mesh, Replicate(), Shard(0)) for",
+            "whole.chunk(tp_mesh.size())[tp_mesh.get_local_rank()] for",
         ),
     ),
     # The norm and clipping.

@@ -656,7 +656,7 @@ def shared_experts_reduced_twice() -> AbstractContextManager[Any]:
         shared = self.shared_experts(x)
         total = shared.detach().clone()
         dist.all_reduce(total)
-        return self._routed(x, positions) + shared + (total - shared.detach())
+        return self._routed(x, positions=positions) + shared + (total - shared.detach())
 
     return patch.object(ExpertLayer, "forward", forward)
 

@@ -142,6 +142,7 @@ OF_BLOCKS: dict[str, dict[str, Any]] = {
     "Ernie4_5Config": {"head_dim": 16},
     "Glm4Config": {"head_dim": 16},
     "Qwen2MoeConfig": {"num_experts": 4, "shared_expert_intermediate_size": 32, **EXPERTS},
+    "Gemma2Config": {**SCORED["Gemma2Config"], "final_logit_softcapping": 0.5},
 }
 """More of the families whose blocks can be stages."""
 
@@ -153,6 +154,29 @@ def test_stages_of_other_families_agree(transformers_verifier: Verifier, config_
     config = JobConfig.from_dict(job(config_class, {"pipeline_parallel_degree": 2}, **values))
     found = transformers_verifier.verify(config, steps=2)
     assert found.agrees, found.findings
+
+
+EXPERT_PLANS = {
+    "MixtralConfig": {"tensor_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 4},
+    "GptOssConfig": {"tensor_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 2},
+    "Qwen3MoeConfig": {"tensor_parallel": 2, "expert_parallel": 2},
+    "OlmoeConfig": {"context_parallel": 2, "expert_parallel": 2},
+    "Qwen2MoeConfig": {"pipeline_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config_class", EXPERT_PLANS)
+def test_experts_that_are_spread_over_ranks_agree(
+    transformers_verifier: Verifier, config_class: str
+) -> None:
+    values = {**TOKENS, "num_hidden_layers": 2, **OF_BLOCKS.get(config_class, {})}
+    values |= SCORED.get(config_class, {})
+    plan = {f"{axis}_degree": n for axis, n in EXPERT_PLANS[config_class].items()}
+    config = JobConfig.from_dict(job(config_class, plan, **values))
+    found = transformers_verifier.verify(config, steps=3)
+    assert found.agrees, found.findings
+    assert max(x for step in found.differences for x in step.values()) < 1e-11
 
 
 @pytest.mark.slow
@@ -371,11 +395,10 @@ def test_what_other_families_lack_is_one_line() -> None:
             "parallelism.pipeline_parallel_degree: GraniteForCausalLM may compute between its",
         ),
         (
-            "MixtralConfig",
-            tp,
+            "LlamaConfig",
+            {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2},
             {},
-            "parallelism.tensor_parallel_degree: the base_model_tp_plan of MixtralForCausalLM has "
-            "unsupported entries: ",
+            "parallelism.expert_parallel_degree: 2, but the model has no experts; remove this key",
         ),
         (
             "OlmoConfig",

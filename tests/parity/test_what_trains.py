@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_hf import SCORED, TOKENS, job
+from test_hf import OF_BLOCKS, SCORED, TOKENS, job
 from training import merged
 
 from titanlite.config import JobConfig, parse_args
@@ -44,7 +44,8 @@ def own(**sections: Any) -> Callable[[Plan], JobConfig]:
 
 
 def of_transformers(config_class: str, **values: Any) -> Callable[[Plan], JobConfig]:
-    values = {**TOKENS, "num_hidden_layers": 2, **SCORED.get(config_class, {}), **values}
+    sizes = {**OF_BLOCKS, **SCORED}.get(config_class, {})
+    values = {**TOKENS, "num_hidden_layers": 2, **sizes, **values}
     return lambda plan: JobConfig.from_dict(job(config_class, plan, **values))
 
 
@@ -72,6 +73,8 @@ JOBS = {
     "LoRA": own(lora={"rank": 4}),
     "Qwen3 (hf)": of_transformers("Qwen3Config", head_dim=16),
     "Gemma 3 (hf)": of_transformers("Gemma3TextConfig"),
+    "Mixtral (hf)": of_transformers("MixtralConfig"),
+    "Qwen3-MoE (hf)": of_transformers("Qwen3MoeConfig"),
     "gpt-oss (hf)": of_transformers("GptOssConfig"),
     "DeepSeek-V3 (hf)": of_transformers("DeepseekV3Config"),
     "[DiT](examples/dit)": example("dit"),

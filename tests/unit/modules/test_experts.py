@@ -388,7 +388,7 @@ def test_a_plan_that_does_not_fit_is_refused(
 
 
 def test_balance_cannot_be_forced_without_experts() -> None:
-    with pytest.raises(ConfigError, match="the model has no experts; remove this key"):
+    with pytest.raises(ConfigError, match="the model has no router of titanlite; remove this"):
         resolve_job(JobConfig.from_dict({"debug": {"moe_force_load_balance": True}}))
 
 

@@ -14,6 +14,7 @@ Nothing here depends on a plan, except the process groups that parallelize/exper
 from titanlite.modules.experts.balancer import Balancer as Balancer
 from titanlite.modules.experts.balancer import expert_layers as expert_layers
 from titanlite.modules.experts.layer import ExpertLayer as ExpertLayer
-from titanlite.modules.experts.layer import Experts as Experts
+from titanlite.modules.experts.layer import RoutedExperts as RoutedExperts
+from titanlite.modules.experts.layer import RoutedLayer as RoutedLayer
 from titanlite.modules.experts.router import Gate as Gate
 from titanlite.modules.experts.router import Router as Router

@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.modules.experts.layer import ExpertLayer
+from titanlite.modules.experts.layer import RoutedLayer
 from titanlite.modules.names import canonical_name
 
 
-def expert_layers(parts: Iterable[nn.Module]) -> dict[str, ExpertLayer]:
+def expert_layers(parts: Iterable[nn.Module]) -> dict[str, RoutedLayer]:
     """The expert layers of the parts of a model by canonical name."""
     return {
         canonical_name(name): module
         for part in parts
         for name, module in part.named_modules()
-        if isinstance(module, ExpertLayer)
+        if isinstance(module, RoutedLayer)
     }
 
 
@@ -37,7 +37,7 @@ class Balancer:
 
     def __init__(
         self,
-        layers: Mapping[str, ExpertLayer],
+        layers: Mapping[str, RoutedLayer],
         sizes: Mapping[str, int],
         device: torch.device,
         *,

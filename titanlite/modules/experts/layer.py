@@ -10,6 +10,8 @@ Shapes: T tokens, B sequences, D model width, H hidden width of an expert, E exp
 token.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,11 +24,54 @@ from titanlite.modules.experts.products import swiglu
 from titanlite.modules.experts.router import Router, ScoreFunction
 
 
-class Experts(nn.Module):
-    """The routed experts, each a SwiGLU; their weights are stacked along dimension 0.
+class RoutedExperts(nn.Module):
+    """Experts whose weights are stacked along dimension 0.
 
-    With an `exchange`, this rank's weights are those of its experts only.
+    With an `exchange`, this rank's weights are those of its experts only. A subclass computes the
+    experts' outputs in `_compute`. models/hf makes the experts of transformers one.
     """
+
+    num_experts: int
+    exchange: Exchange | None = None
+    _compute: Callable[..., Tensor]
+
+    def forward(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        score_first: bool = False,
+        kept: Tensor | None = None,
+    ) -> Tensor:
+        """The sum of the outputs of each token's experts, multiplied by its weights.
+
+        x is [..., D]; weights, chosen and kept are [..., K]. `score_first` multiplies the experts'
+        inputs by the weights instead of their outputs. Slots that are not in `kept` (bool) are
+        neither sent nor computed; their outputs are zero.
+        """
+        if kept is not None:
+            # Sorted behind the slots of all experts.
+            chosen = chosen.masked_fill(~kept, self.num_experts)
+        x_ND, weights_NK, chosen_NK = (each.flatten(0, -2) for each in (x, weights, chosen))
+        order = order_slots(chosen_NK, self.num_experts)
+        rows = spread(x_ND, order)
+        if score_first:
+            factors = weights_NK.flatten().index_select(0, order.by_expert)
+            rows = (rows * factors.unsqueeze(-1)).to(x.dtype)
+        if self.exchange is not None:
+            outputs = self.exchange(rows, order.counts, self._compute)
+        else:
+            outputs = self._compute(rows, order.counts, drops=kept is not None)
+        if kept is not None:
+            outputs = F.pad(outputs, (0, 0, 0, rows.size(0) - outputs.size(0)))
+        y_NKD = gather_back(outputs, order).unflatten(0, chosen_NK.shape)
+        if not score_first:
+            y_NKD = y_NKD * weights_NK.unsqueeze(-1)
+        return y_NKD.sum(1).to(x.dtype).view_as(x)
+
+
+class Experts(RoutedExperts):
+    """The routed experts, each a SwiGLU."""
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
         super().__init__()
@@ -35,49 +80,12 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.reset_parameters()
-        self.exchange: Exchange | None = None
-        self.grouped: bool | None = None
-        """Grouped products or a loop over experts; None: whichever is faster."""
 
     def reset_parameters(self) -> None:
         """Draw the weights of each expert as nn.Linear draws its own."""
         for weight in (self.w1, self.w2, self.w3):
             bound = weight.size(-1) ** -0.5
             nn.init.uniform_(weight, -bound, bound)
-
-    def forward(
-        self,
-        x_TBD: Tensor,
-        weights_TBK: Tensor,
-        chosen_TBK: Tensor,
-        score_first: bool = False,
-        kept_TBK: Tensor | None = None,
-    ) -> Tensor:
-        """The sum of the outputs of each token's experts, multiplied by its weights.
-
-        `score_first` multiplies the experts' inputs by the weights instead of their outputs. Slots
-        that are not in `kept_TBK` (bool) are neither sent nor computed; their outputs are zero.
-        """
-        if kept_TBK is not None:
-            # Sorted behind the slots of all experts.
-            chosen_TBK = chosen_TBK.masked_fill(~kept_TBK, self.num_experts)
-        x_ND, chosen_NK = x_TBD.flatten(0, 1), chosen_TBK.flatten(0, 1)
-        weights_NK = weights_TBK.flatten(0, 1)
-        order = order_slots(chosen_NK, self.num_experts)
-        rows = spread(x_ND, order)
-        if score_first:
-            factors = weights_NK.flatten().index_select(0, order.by_expert)
-            rows = (rows * factors.unsqueeze(-1)).to(x_ND.dtype)
-        if self.exchange is not None:
-            outputs = self.exchange(rows, order.counts, self._compute)
-        else:
-            outputs = self._compute(rows, order.counts, drops=kept_TBK is not None)
-        if kept_TBK is not None:
-            outputs = F.pad(outputs, (0, 0, 0, rows.size(0) - outputs.size(0)))
-        y_NKD = gather_back(outputs, order).unflatten(0, chosen_NK.shape)
-        if not score_first:
-            y_NKD = y_NKD * weights_NK.unsqueeze(-1)
-        return y_NKD.sum(1).to(x_TBD.dtype).view_as(x_TBD)
 
     def _compute(
         self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None, drops: bool = False
@@ -86,13 +94,34 @@ class Experts(nn.Module):
             weight.to_local() if isinstance(weight, DTensor) else weight
             for weight in (self.w1, self.w2, self.w3)
         )
-        return swiglu(rows, w1, w2, w3, counts, sizes=sizes, drops=drops, grouped=self.grouped)
+        return swiglu(rows, w1, w2, w3, counts, sizes=sizes, drops=drops)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}"
 
 
-class ExpertLayer(nn.Module):
+class RoutedLayer(nn.Module):
+    """What a job knows of a layer of experts, whatever its router is."""
+
+    experts: RoutedExperts
+    num_experts: int
+    tally: Tally
+    expert_bias: Tensor | None
+    bias_step: float | None = None
+    loss_factor: float = 0.0
+    capacity_factor: float | None = None
+    sequence_groups: tuple[str, ...] = ()
+    """The process groups over which a sequence is sharded, one after the other."""
+    token_shard = (0, 1)
+    """(index, number) of this rank's chunk of the tokens whose positions it gets."""
+    held_places: Tensor | None = None
+    """The numbers, in their sequence, of the tokens whose positions this rank gets, if a sequence
+    is sharded by context parallelism."""
+    force_balance = False
+    """Whether tokens go to the experts in turn, whatever their scores."""
+
+
+class ExpertLayer(RoutedLayer):
     """Routed experts and, if given, shared experts that every token uses.
 
     `bias_step` enables the balancing bias: a buffer `expert_bias` that is added to the scores for
@@ -101,8 +130,6 @@ class ExpertLayer(nn.Module):
     `capacity_factor`, an expert computes at most this many times the mean of the experts' slots in
     each sequence, in training; the others are dropped (capacity.py).
     """
-
-    expert_bias: Tensor | None
 
     def __init__(
         self,
@@ -131,15 +158,6 @@ class ExpertLayer(nn.Module):
         self.capacity_factor = capacity_factor
         bias = None if bias_step is None else torch.zeros(num_experts)
         self.register_buffer("expert_bias", bias)
-        self.force_balance = False
-        """Whether tokens go to the experts in turn, whatever their scores."""
-        self.sequence_groups: tuple[str, ...] = ()
-        """The process groups over which a sequence is sharded, one after the other."""
-        self.token_shard = (0, 1)
-        """(index, number) of this rank's chunk of the tokens whose positions it gets."""
-        self.held_places: Tensor | None = None
-        """The numbers, in their sequence, of the tokens whose positions this rank gets, if a
-        sequence is sharded by context parallelism."""
         self.tally = Tally()
 
     def init_buffers(self) -> None:
@@ -149,7 +167,7 @@ class ExpertLayer(nn.Module):
 
     def forward(self, x_TBD: Tensor, positions: Tensor) -> Tensor:
         """The layer's output, [T, B, D]; `positions` [T] or [B, T] are those of the tokens."""
-        y_TBD = self._routed(x_TBD, positions)
+        y_TBD = self._routed(x_TBD, positions=positions)
         return y_TBD if self.shared_experts is None else y_TBD + self.shared_experts(x_TBD)
 
     # The number of rows of each expert depends on values, which a compiler cannot trace.

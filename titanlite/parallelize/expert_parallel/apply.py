@@ -9,10 +9,11 @@ instead, each rank takes its shard of the tokens and the outputs are gathered.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanlite.errors import TitanliteError
@@ -83,7 +84,9 @@ def apply_ep(
         if tp_mesh is not None:
             layer.token_shard = tp_mesh.get_local_rank(), tp_mesh.size()
             if has_whole_tokens:
-                _shard_tokens(layer, tp_mesh, name)
+                _shard_tokens(
+                    layer if isinstance(layer, ExpertLayer) else layer.experts, tp_mesh, name
+                )
         clear_sums(layer.experts)
         if ep_mesh is None or ep_mesh.size() == 1:
             if tp_mesh is not None:
@@ -95,26 +98,29 @@ def apply_ep(
                 f"apply_ep: {ep_mesh.size()} ranks do not divide the {layer.num_experts} experts "
                 f"of {name}; use a number of ranks that does"
             )
-        placements = dict.fromkeys(("w1", "w2", "w3"), Shard(0))
+        placements = {leaf: Shard(0) for leaf, _ in layer.experts.named_parameters()}
         distribute(layer.experts, ep_mesh, placements, None)
         layer.experts.exchange = Exchange(ep_mesh.get_group())
     return ExpertParallelReport(tuple(layers))
 
 
-def _shard_tokens(layer: ExpertLayer, tp_mesh: DeviceMesh, name: str) -> None:
+def _shard_tokens(module: Any, tp_mesh: DeviceMesh, name: str) -> None:
     """Route this rank's shard of the tokens, which are whole on all ranks; gather the outputs."""
-    routed = layer._routed
+    routed = module._routed
 
-    def of_shard(x_TBD: Tensor, positions: Tensor) -> Tensor:
-        if x_TBD.size(0) % tp_mesh.size():
+    def of_shard(*wholes: Tensor, **more: Any) -> Tensor:
+        if len(wholes[0]) % tp_mesh.size():
             raise TitanliteError(
-                f"{name}: the {tp_mesh.size()} ranks of tp do not divide its {x_TBD.size(0)} "
+                f"{name}: the {tp_mesh.size()} ranks of tp do not divide its {len(wholes[0])} "
                 "tokens; give a sequence length or a tensor-parallel degree that fits"
             )
-        whole = DTensor.from_local(x_TBD, tp_mesh, [Replicate()], run_check=False)
-        own = whole.redistribute(placements=[Shard(0)]).to_local()
-        shard = DTensor.from_local(routed(own, positions), tp_mesh, [Shard(0)], run_check=False)
-        return shard.redistribute(placements=[Replicate()]).to_local()
+        own = (_moved(whole, tp_mesh, Replicate(), Shard(0)) for whole in wholes)
+        return _moved(routed(*own, **more), tp_mesh, Shard(0), Replicate())
 
     # An attribute of the instance comes before the method of the class.
-    layer.__dict__["_routed"] = of_shard
+    module.__dict__["_routed"] = of_shard
+
+
+def _moved(x: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Tensor:
+    placed = DTensor.from_local(x, mesh, [given], run_check=False)
+    return placed.redistribute(placements=[wanted]).to_local()

@@ -48,8 +48,7 @@ def _expert_parallel(job: Draft) -> Iterator[str]:
         return
     experts = job.num_experts
     if not experts:
-        what = "experts of transformers stay whole" if job.config.model.name == "hf" else ""
-        yield f"{EP}: {dims.ep}, but {what or 'the model has no experts'}; remove this key"
+        yield f"{EP}: {dims.ep}, but the model has no experts; remove this key"
         return
     room = dims.num_expert_ranks
     legal = [degree for degree in divisors(room) if experts % degree == 0]
@@ -66,9 +65,12 @@ def _expert_parallel(job: Draft) -> Iterator[str]:
 
 @reads(MODEL, "debug.moe_force_load_balance")
 def _forced_balance(job: Draft) -> Iterator[str]:
-    """debug.moe_force_load_balance needs a model with experts."""
-    if job.config.debug.moe_force_load_balance and not job.num_experts:
-        yield "debug.moe_force_load_balance: the model has no experts; remove this key"
+    """debug.moe_force_load_balance needs a model with experts and titanlite's router."""
+    is_routed = job.num_experts and job.config.model.name != "hf"
+    if job.config.debug.moe_force_load_balance and not is_routed:
+        yield (
+            "debug.moe_force_load_balance: the model has no router of titanlite; remove this key"
+        )
 
 
 @reads(MODEL, "activation_checkpoint", RESHARD, EP, *PIPELINE_KEYS)

@@ -12,14 +12,11 @@ def apply(part: Part) -> PlanRow:
     feature = "expert parallel"
     report = apply_ep(part.model, meshes.ep, tp_mesh=meshes.tp, cp_mesh=meshes.cp, plan=part.plan)
     known = expert_layers([part.whole or part.model])
-    if not known:
+    if not known or meshes.experts is None:
         return PlanRow(feature, "off", "off")
     number = next(iter(known.values())).num_experts
     blocks = f"{len(report.layers)} blocks of {number} experts"
-    replicas = dims.num_replicas
-    if meshes.experts is None:
-        return PlanRow(feature, "off", "off")
-    shards = dims.num_expert_shards
+    replicas, shards = dims.num_replicas, dims.num_expert_shards
     notes = [blocks]
     if dims.ep_enabled:
         notes.append(f"{number // dims.ep} on each rank of ep")

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from titanlite.errors import TitanliteError
-from titanlite.modules.experts import Experts, expert_layers
+from titanlite.modules.experts import ExpertLayer, RoutedExperts, expert_layers
 from titanlite.modules.gradient_sums import sum_gradient
 from titanlite.modules.lora import LoRALinear, without_adapters
 from titanlite.modules.tied import find_tied
@@ -125,7 +125,7 @@ def apply_tp(
     for name in summed:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        differs = not isinstance(module, Experts)
+        differs = not isinstance(module, RoutedExperts)
         sum_gradient(module, leaf, "tp", tp_mesh.get_group(), differs=differs)
     return TensorParallelReport(
         tuple(parallelized), tuple(replicated), tuple(unmatched), made_rings, summed
@@ -144,10 +144,9 @@ def _partial_gradients(
     styled = {
         name: style for pattern, style in styles.items() for name in match_modules(model, pattern)
     }
-    layers = expert_layers([model])
-    experts, routers = (
-        tuple(f"{name}.{part}." for name in layers) for part in ("experts", "router")
-    )
+    layers = expert_layers([model]).items()
+    experts = tuple(f"{name}.experts." for name, _ in layers)
+    routers = tuple(f"{n}.router." for n, layer in layers if isinstance(layer, ExpertLayer))
     is_sharded = shards_sequence(plan)
     found = []
     for name, parameter in model.named_parameters():

@@ -117,8 +117,9 @@ def verify_one(options: Options) -> int:
     reading, shrunk = read_small(read) if options.shrink else (read({}), [])
     start = check_start(reading, threads=options.threads or (False if options.processes else None))
     config = start.job.config
-    if options.replay_routing and not num_experts(config, start.job.model):
-        raise ConfigError("--replay-routing: the model has no experts; remove it")
+    is_routed = config.model.name != "hf" and num_experts(config, start.job.model)
+    if options.replay_routing and not is_routed:
+        raise ConfigError("--replay-routing: the model has no router of titanlite; remove it")
     source = config.job.config_file or ""
 
     def show(text: str) -> None:

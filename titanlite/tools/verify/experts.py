@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -40,12 +41,15 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
         seen = {t.rank: t.experts[layer] for t in e.traces if layer in t.experts}
         if not seen:
             continue
-        before = e.forward_order[: order.get(f"{layer}.router.gate", 0)]
+        # The router is the first to compute in its layer.
+        first = next((n for n in e.forward_order if n.startswith(f"{layer}.")), f"{layer}.router")
+        router = ".".join(first.split(".")[: layer.count(".") + 2])
+        before = e.forward_order[: order.get(first, 0)]
         if any(outputs_differ(e, name) for name in before):
             return  # its input is wrong already
         moved = {rank: trace.moved for rank, trace in seen.items() if trace.moved}
         if moved:
-            yield _elsewhere(e, layer, moved, seen)
+            yield _elsewhere(e, router, moved, seen)
             return
         rows = _rows(seen, len(known[layer]))
         copies = max(1, sum(rows) // max(1, sum(known[layer])))
@@ -61,15 +65,7 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
             yield (
                 f"{layer} routes every token as one process does, and each expert computes as many "
                 f"rows as there, but the output of {layer}.experts differs, "
-                f"{e.where(ranks, seen)}: "
-                + (
-                    "rows reach another expert's weights, or outputs are combined in another order "
-                    "than they were sent. Check the offset of each rank's first expert, and that "
-                    "the order of dispatch is undone exactly"
-                    if e.dims.ep_enabled
-                    else "its weights or its product differ, or outputs are combined in another "
-                    "order than their rows"
-                )
+                f"{e.where(ranks, seen)}: {_why_outputs_differ(e, copies, seen)}"
             )
             return
         if outputs_differ(e, f"{layer}.shared_experts"):
@@ -83,8 +79,27 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
             return
 
 
+def _why_outputs_differ(e: JobEvidence, copies: int, seen: dict[int, ExpertTrace]) -> str:
+    (expected, *_) = (trace.expected_squares for trace in seen.values())
+    found = [
+        sum(trace.squares.get(expert, 0.0) for trace in seen.values())
+        for expert in range(len(expected))
+    ]
+    if all(is_near(a, copies * b, 1e-4) for a, b in zip(found, expected, strict=True)):
+        return (
+            "each expert's results are right, and are not combined as they must be. On their way "
+            "back rows change their order or are lost, or the router's weights do not count once"
+        )
+    if not e.dims.ep_enabled:
+        return "its weights or its product differ"
+    return (
+        "rows reach another expert's weights. Check the offset of each rank's first expert, and "
+        "that the order of dispatch is undone exactly"
+    )
+
+
 def _elsewhere(
-    e: JobEvidence, layer: str, moved: dict[int, tuple], seen: dict[int, ExpertTrace]
+    e: JobEvidence, router: str, moved: dict[int, tuple], seen: dict[int, ExpertTrace]
 ) -> str:
     number = sum(map(len, moved.values()))
     total = sum(trace.num_tokens for trace in seen.values())
@@ -92,14 +107,17 @@ def _elsewhere(
         (token for tokens in moved.values() for token in tokens),
         key=lambda token: (token.sequence, token.position),
     )
+    margin = (
+        ", although on one process the lowest chosen score, bias included, is "
+        f"{first.margin:.1e} above the highest score that is not chosen"
+    ) * (not math.isnan(first.margin))
     is_later = all(token.call > 0 for tokens in moved.values() for token in tokens)
     return (
-        f"{layer}.router sends {number} of {total} tokens to other experts than one process, "
+        f"{router} sends {number} of {total} tokens to other experts than one process, "
         f"{e.where(moved, seen)}. The first is token {first.position} of sequence "
         f"{first.sequence}: it goes to experts {listed(first.experts)}, not "
-        f"{listed(first.expected)}, although on one process the lowest chosen score, bias "
-        f"included, is {first.margin:.1e} above the highest score that is not chosen. Its input "
-        "agrees, so the scores, the balancing bias or the choice is wrong"
+        f"{listed(first.expected)}{margin}. Its input agrees, so the scores, the "
+        "balancing bias or the choice is wrong"
         + (
             ". The first microbatch agrees: the balancing bias changes within the step. Update it "
             "once, before the optimizer's step, from the counts of all microbatches"

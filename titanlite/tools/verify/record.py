@@ -222,6 +222,10 @@ class ExpertTrace:
 
     rows: dict[int, int]
     """Expert -> the rows that it computed on this rank."""
+    squares: dict[int, float]
+    """Expert -> the sum of the squares of their results."""
+    expected_squares: tuple[float, ...]
+    """Those of the reference, of all its rows."""
     num_tokens: int
     moved: tuple[MovedToken, ...]
     gradients: dict[str, dict[int, Agreement]]

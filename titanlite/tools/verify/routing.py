@@ -21,7 +21,7 @@ from torch import Tensor
 
 from titanlite.job import Job
 from titanlite.modules.batch import Batch
-from titanlite.modules.experts import ExpertLayer, expert_layers
+from titanlite.modules.experts import ExpertLayer, RoutedLayer, expert_layers
 from titanlite.modules.shards import is_sharded, local_part, offsets_of, shard_of
 from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.parts import ExpectedPart
@@ -41,6 +41,8 @@ class RoutingOfStep:
     """By how much the last chosen expert's rank value exceeds that of the next one, [T, B]."""
     rows: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     """Expert -> the rows that it computed on this rank."""
+    squares: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """Expert -> the sum of the squares of their results."""
 
 
 @contextlib.contextmanager
@@ -67,13 +69,15 @@ def followed_routing(
     own = ExpectedPart(job, batches)
     layers = {name: layer for name, layer in expert_layers(job.parts).items() if name in known}
     with recorded_routing(job) as routed:
-        replays = {name: _Replay(own, known[name]["chosen"]) for name in layers if replay}
-        for name in replays:
-            layers[name].router.choose = replays[name]
+        # A router of transformers cannot be told.
+        told = {n: one for n, one in layers.items() if replay and isinstance(one, ExpertLayer)}
+        replays = {name: _Replay(own, known[name]["chosen"]) for name in told}
+        for name, layer in told.items():
+            layer.router.choose = replays[name]
         try:
             yield found
         finally:
-            for layer in layers.values():
+            for layer in told.values():
                 layer.router.choose = None
         for name in layers:
             if name in replays:
@@ -100,7 +104,7 @@ class _Replay:
 
 
 @contextlib.contextmanager
-def _recorded(job: Job, layer: ExpertLayer, found: RoutingOfStep) -> Iterator[None]:
+def _recorded(job: Job, layer: RoutedLayer, found: RoutingOfStep) -> Iterator[None]:
     experts: Any = layer.experts
     compute = experts._compute
     first = 0
@@ -114,17 +118,32 @@ def _recorded(job: Job, layer: ExpertLayer, found: RoutingOfStep) -> Iterator[No
             if layer.expert_bias is not None:
                 ranked = ranked + layer.expert_bias
             values = ranked.sort(-1, descending=True).values
-            last = min(layer.top_k, layer.num_experts - 1)
+            last = min(router.top_k, layer.num_experts - 1)
             found.margins.append((values[..., last - 1] - values[..., last]).cpu())
 
     def count(rows: Tensor, counts: Tensor, *sizes: list[int], **how: bool) -> Tensor:
-        if not _is_recomputed():
-            for index, size in enumerate(counts.tolist()):
-                found.rows[first + index] += size
         outputs: Tensor = compute(rows, counts, *sizes, **how)
+        if not _is_recomputed():
+            numbers = counts.tolist()
+            each = outputs.detach()[: sum(numbers)].double().split(numbers)
+            for expert, part in enumerate(each, start=first):
+                found.rows[expert] += len(part)
+                found.squares[expert] += part.square().sum().item()
         return outputs
 
-    hook = layer.router.register_forward_hook(keep)
+    def keep_given(_: Any, inputs: Any) -> None:
+        # A router of transformers has tokens [N], and does not say how close its choice was.
+        if not _is_recomputed():
+            length = job.resolved.seq_len // job.dims.num_token_shards
+            chosen = inputs[1].detach().cpu().unflatten(0, (-1, length)).transpose(0, 1)
+            found.chosen.append(chosen)
+            found.margins.append(torch.full(chosen.shape[:2], torch.nan))
+
+    hook = (
+        layer.router.register_forward_hook(keep)
+        if isinstance(layer, ExpertLayer)
+        else experts.register_forward_pre_hook(keep_given)
+    )
     experts._compute = count
     try:
         yield
@@ -151,6 +170,8 @@ def compare_routing(
     return {
         name: ExpertTrace(
             rows=dict(routing.rows),
+            squares=dict(routing.squares),
+            expected_squares=tuple(known[name]["squares"].tolist()),
             num_tokens=sum(chosen[..., 0].numel() for chosen in routing.chosen),
             moved=_moved(own, routing, known[name]),
             gradients=_by_expert(job, name, gradients),
@@ -197,9 +218,9 @@ def _by_expert(
 ) -> dict[str, dict[int, Agreement]]:
     """Parameter -> expert -> this rank's part of that expert's gradient, compared."""
     found: dict[str, dict[int, Agreement]] = {}
-    for name in (f"{layer}.experts.{leaf}" for leaf in ("w1", "w2", "w3")):
-        parameter = job.parameters.get(name)
-        if parameter is None or parameter.grad is None or name not in gradients:
+    for name, parameter in job.parameters.items():
+        is_own = name.rpartition(".")[0] == f"{layer}.experts"
+        if not is_own or parameter.grad is None or name not in gradients:
             continue
         own, whole = local_part(parameter.grad.detach()), gradients[name]
         part = shard_of(whole, parameter)
@@ -222,6 +243,7 @@ def routing_record(found: Mapping[str, RoutingOfStep]) -> dict[str, dict[str, Te
         length, number = chosen.shape[:2]
         record[name] = {
             "chosen": chosen,
+            "squares": torch.tensor([*routing.squares.values()], dtype=torch.float64),
             "margins": torch.cat(routing.margins, dim=1),
             "positions": torch.arange(length).unsqueeze(1).expand(length, number),
             "sequences": torch.arange(number).expand(length, number),

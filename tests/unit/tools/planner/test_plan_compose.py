@@ -1,5 +1,6 @@
 """A step put together from traced pieces equals the trace of the whole step."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -110,6 +111,19 @@ def test_all_composed_float8_steps_equal_traced_ones(plan: str) -> None:
 def test_composed_experts_equal_traced_ones() -> None:
     (first, *_) = EXPERTS
     check("moe_ep4", *EXPERTS[first])
+
+
+@pytest.mark.parametrize("plan", [(), (f"{P}tensor_parallel_degree=2",)])
+def test_composed_experts_of_transformers_equal_traced_ones(
+    tmp_path: Path, plan: tuple[str, ...]
+) -> None:
+    pytest.importorskip("transformers", "5")
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    sizes |= {"vocab_size": 257, "num_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes}))
+    model = "--model.name=hf", "--model.flavor=config", f"--model.path={tmp_path}"
+    check("moe_ep4", *model, *plan)
 
 
 @pytest.mark.slow
