@@ -324,6 +324,8 @@ WITHOUT_A_PIPELINE: dict[str, Any] = {
     "parallelism.pipeline_parallel_schedule_csv": "",
     "parallelism.module_fqns_per_model_part": None,
     "parallelism.pipeline_parallel_layers_per_stage": None,
+    "parallelism.pipeline_parallel_first_stage_less_layers": 1,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 1,
     "parallelism.pipeline_parallel_schedule": "1F1B",
     "parallelism.pipeline_parallel_microbatch_size": 1,
     # What compose.py adds by itself.

@@ -15,6 +15,8 @@ from titanlite.config.load import override
 from titanlite.errors import TraceError
 from titanlite.tools.planner import evaluate, search_report
 from titanlite.tools.planner.bounds import Floor, Frontier
+from titanlite.tools.planner.cache import key_of
+from titanlite.tools.planner.composition import smaller
 from titanlite.tools.planner.evaluate import DOES_NOT_FIT, Evaluator, FailedPlan, FoundPlan, Result
 from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.planner.pieces import trace_pieces
@@ -88,6 +90,13 @@ def test_expert_parallelism_divides_its_ranks_and_the_experts() -> None:
     fixed = dataclasses.replace(experts, kept={EP: 2})
     assert {plan[EP] for plan in fixed.candidates()} == {2}
     assert not any(EP in plan for plan in space(8).candidates())
+
+
+def test_plans_that_differ_in_the_split_of_blocks_alone_have_the_same_pieces() -> None:
+    pipeline = override(CONFIG, {PP: 2, TP: 1, SHARD: 1, LOCAL_BATCH: 4, MICROBATCH: 1})
+    splits = ({FIRST_LESS: first, LAST_LESS: last} for first, last in ((0, 0), (1, 1), (0, 2)))
+    jobs = [resolve_job(override(pipeline, split)) for split in splits]
+    assert len({key_of(smaller(job)) for job in jobs}) == 1
 
 
 def test_an_evaluated_plan_is_that_of_plan_job() -> None:
