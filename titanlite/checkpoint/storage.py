@@ -305,7 +305,8 @@ class SafeReader(FileSystemReader):
             place = self.storage_data[item.storage_index]
             with open_in_checkpoint(Path(self.path) / place.relative_path) as file:
                 view = self._slice_file(file, place)
-                tensor = _tensor_of(view, item.storage_index, self._stored)
+                stored = planner.metadata.state_dict_metadata
+                tensor = _tensor_of(view, item.storage_index, stored)
             part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
             if target.size() != part.size():
@@ -319,10 +320,6 @@ class SafeReader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def set_up_storage_reader(self, metadata: Metadata, *rest: Any, **named: Any) -> None:
-        super().set_up_storage_reader(metadata, *rest, **named)
-        self._stored = metadata.state_dict_metadata
 
 
 def _tensor_of(file: IO[bytes], index: MetadataIndex, stored: Mapping[str, Any]) -> Tensor:

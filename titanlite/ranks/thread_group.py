@@ -113,17 +113,12 @@ class ThreadWork(_Work):
         self._given = None
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
+    synchronize = block_current_stream = wait
 
     def is_completed(self) -> bool:
         return self._done.has_happened
 
-    def is_success(self) -> bool:
-        return self._done.has_happened
+    is_success = is_completed
 
     def exception(self) -> None:
         return None
@@ -277,8 +272,7 @@ class ThreadGroup(_ProcessGroup):
 
         return self._join("all_reduce", tensors, tensors, compute, tensors)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> ThreadWork:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> ThreadWork:
         root, at = (0, 0) if opts is None else (opts.rootRank, opts.rootTensor)

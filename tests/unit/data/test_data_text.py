@@ -417,8 +417,8 @@ def test_tokens_are_kept_beside_the_text_until_it_changes(tmp_path, monkeypatch)
     (kept,) = (folder / ".titanlite").glob("text-????????????????")
     assert {file.name for file in kept.iterdir()} == {"train.bin", "held_out.bin", "about.json"}
     built = []
-    write = corpus._build_text
-    monkeypatch.setattr(corpus, "_build_text", lambda *given: built.append(given) or write(*given))
+    write = corpus._write
+    monkeypatch.setattr(corpus, "_write", lambda *given: built.append(given) or write(*given))
     assert build(config).fingerprint == before.fingerprint
     assert not built
     (folder / "a.txt").write_text("other " * 20)

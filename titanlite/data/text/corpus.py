@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from titanlite.data.text.chat import manual_conversations, marked_tokens, read_conversations
-from titanlite.data.text.documents import Document, first_of, python_manual, read_documents
+from titanlite.data.text.documents import Document, python_manual, read_documents
 from titanlite.data.text.packed import Stream
 from titanlite.data.text.tokenizer import Messages, Tokenizer
 from titanlite.errors import ConfigError
@@ -74,7 +74,15 @@ def text_corpus(
     """
 
     def build(folder: Path, report: Callable[[int], None]) -> dict[str, Any]:
-        return _build_text(files, path_key, tokenizer, folder, report)
+        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+        first = itertools.islice(read_documents(files, path_key), MANY_DOCUMENTS)
+        lengths = [sum(map(len, document)) for document in first]
+        documents = read_documents(files, path_key, report)
+        is_small = len(lengths) < MANY_DOCUMENTS
+        pieces = _ends_held_out(documents, lengths) if is_small else _some_held_out(documents)
+        with _file_sinks(folder, dtype) as sinks:
+            _encode(pieces, tokenizer, sinks)
+        return _about(sinks, dtype)
 
     name = _name("text", tokenizer.identity, selection)
     return _mapped_parts(*_kept(path, path_key, files, name, dump_folder, build, "tokenizing"))
@@ -226,23 +234,6 @@ class _Sink:
     def about(self) -> dict[str, Any]:
         names = ("num_tokens", "num_bytes", "num_documents")
         return {**{name: getattr(self, name) for name in names}, "sha256": self._digest.hexdigest()}
-
-
-def _build_text(
-    files: Sequence[Path],
-    path_key: str,
-    tokenizer: Tokenizer,
-    folder: Path,
-    report: Callable[[int], None],
-) -> dict[str, Any]:
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    lengths = first_of(read_documents(files, path_key), MANY_DOCUMENTS)
-    documents = read_documents(files, path_key, report)
-    is_small = len(lengths) < MANY_DOCUMENTS
-    pieces = _ends_held_out(documents, lengths) if is_small else _some_held_out(documents)
-    with _file_sinks(folder, dtype) as sinks:
-        _encode(pieces, tokenizer, sinks)
-    return _about(sinks, dtype)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import fnmatch
 import gzip
 import importlib.util
 import io
-import itertools
 import json
 import platform
 import zlib
@@ -276,8 +275,3 @@ def split_long(text: str) -> list[str]:
         pieces.append(text[start:cut])
         start = cut
     return [*pieces, text[start:]]
-
-
-def first_of(documents: Iterable[Document], count: int) -> list[int]:
-    """The lengths in characters of the first `count` documents."""
-    return [sum(map(len, document)) for document in itertools.islice(documents, count)]

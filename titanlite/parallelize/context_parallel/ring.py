@@ -392,20 +392,7 @@ def _empty_heads_inside(like: Tensor, dtype: torch.dtype | None = None) -> Tenso
 
 
 @_ring_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group_name: str,
-    layout: str,
-    rotate_method: str,
-    causal: bool,
-    scale: float,
-    documents: Tensor | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _empty_heads_inside(q), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
 
 
@@ -430,14 +417,8 @@ def _differentiate(ctx, grad_out: Tensor, *_) -> tuple[Tensor | None, ...]:
     *saved, documents, sinks = ctx.saved_tensors
     backward = torch.ops.titanlite.ring_attention_backward
     *grads, of_sinks = backward(grad_out, *saved, *ctx.settings, documents, *ctx.scoring, sinks)
-    return (
-        *grads,
-        *(None for _ in ctx.settings),
-        None,
-        None,
-        None,
-        of_sinks if sinks is not None else None,
-    )
+    of_settings = (None,) * (len(ctx.settings) + 3)  # with the documents and ctx.scoring
+    return (*grads, *of_settings, None if sinks is None else of_sinks)
 
 
 @register_flop_formula(torch.ops.titanlite.ring_attention)

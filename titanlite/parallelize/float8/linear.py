@@ -296,12 +296,7 @@ class _Products(torch.autograd.Function):
             ctx.save_for_backward(rows, *weights)
         else:
             ctx.save_for_backward(*x_cast, *weights, *weight_scales)
-        ctx.scaling, ctx.num_weights, ctx.shape, ctx.dtype = (
-            scaling,
-            len(weights),
-            x.shape,
-            x.dtype,
-        )
+        ctx.scaling, ctx.shape, ctx.dtype = scaling, x.shape, x.dtype
         shapes = [(*x.shape[:-1], size) for size in sizes]
         if len(outputs) == 1:
             # Not a view, because FSDP2 warns about views.
@@ -310,12 +305,10 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        scaling, count, dtype = ctx.scaling, ctx.num_weights, ctx.dtype
         gs = [g.reshape(-1, g.size(-1)) for g in gradients]
-        gradient_of_rows = _rowwise_gradients if scaling.recipe.rowwise else _tensorwise_gradients
-        x_gradient, weight_gradients = gradient_of_rows(
-            scaling, gs, ctx.saved_tensors, count, dtype, ctx.needs_input_grad[1:]
-        )
+        is_rowwise = ctx.scaling.recipe.rowwise
+        of_rows = _rowwise_gradients if is_rowwise else _tensorwise_gradients
+        x_gradient, weight_gradients = of_rows(ctx, gs)
         if x_gradient is not None:
             x_gradient = x_gradient.reshape(ctx.shape)
         return None, x_gradient, *weight_gradients
@@ -324,15 +317,9 @@ class _Products(torch.autograd.Function):
 Gradients = tuple[Tensor | None, Sequence[Tensor | None]]
 
 
-def _tensorwise_gradients(
-    scaling: Scaling,
-    gs: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    count: int,
-    dtype: torch.dtype,
-    needed: Sequence[bool],
-) -> Gradients:
-    recipe = scaling.recipe
+def _tensorwise_gradients(ctx: Any, gs: Sequence[Tensor]) -> Gradients:
+    scaling, dtype, count = ctx.scaling, ctx.dtype, len(gs)
+    recipe, saved, needed = scaling.recipe, ctx.saved_tensors, ctx.needs_input_grad[1:]
     x = Cast(saved[0], saved[1])
     weights, scales = saved[2 : 2 + count], saved[2 + count :]
     over = scaling.over_all("out")
@@ -358,15 +345,9 @@ def _tensorwise_gradients(
     return x_gradient, weight_gradients
 
 
-def _rowwise_gradients(
-    scaling: Scaling,
-    gs: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    count: int,
-    dtype: torch.dtype,
-    needed: Sequence[bool],
-) -> Gradients:
-    recipe = scaling.recipe
+def _rowwise_gradients(ctx: Any, gs: Sequence[Tensor]) -> Gradients:
+    scaling, dtype, count = ctx.scaling, ctx.dtype, len(gs)
+    recipe, saved, needed = scaling.recipe, ctx.saved_tensors, ctx.needs_input_grad[1:]
     x, *weights = saved
     over_features, over_tokens = scaling.over_features("out"), scaling.over_tokens()
     # For the input's gradient: amaxes of the output gradients per token, and of the weights per
