@@ -293,8 +293,9 @@ def test_the_core_is_built_in_floors_and_knows_no_tool(module: str) -> None:
 PATCHED = {
     # The kernel of a GPU that is not there skips the masked half of causal attention by itself.
     ("titanlite.tools.planner.fake_world", "CpuFlash"),
-    # And there is one for documents in a row.
+    # And there is one for documents in a row, and a loss in other chunks.
     ("titanlite.tools.planner.fake_world", "documents"),
+    ("titanlite.tools.planner.fake_world", "loss"),
 }
 """What a tool replaces in the core."""
 

@@ -124,7 +124,7 @@ def token_loss_sum(
         logits_BTV = logits_BTV.redistribute(placements=[Shard(logits_BTV.ndim - 1)]).to_local()
     logits, targets = logits_BTV.flatten(0, -2), targets_BT.flatten()
     weights = None if weights_BT is None else weights_BT.flatten().to(dtype)
-    is_large = logits.numel() * dtype.itemsize > LARGEST_CHUNK // (64 if logits.is_cpu else 4)
+    is_large = logits.numel() * dtype.itemsize > LARGEST_CHUNK // (64 if has_cache(logits) else 4)
     # torch's own is faster for small logits, and where the compiler fuses the casts.
     if not (shards[0] or z_loss or (is_large and not torch.compiler.is_compiling())):
         wide, each = logits.to(dtype), "sum" if weights is None else "none"
@@ -199,10 +199,15 @@ def _reduced(tensor: Any, operator: str, group: str) -> Any:
     return calls.wait_tensor(calls.all_reduce(tensor, operator, group)) if group else tensor
 
 
+def has_cache(logits: Tensor) -> bool:
+    """Whether small chunks are faster, since they fit into a CPU's cache."""
+    return logits.is_cpu
+
+
 def _chunks(dtype: torch.dtype, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     """Rows of logits [N, V] that take at most LARGEST_CHUNK bytes in `dtype`, and of others [N]."""
     most = LARGEST_CHUNK // (logits.size(1) * dtype.itemsize)
-    if logits.is_cpu:  # less fits into its cache
+    if has_cache(logits):
         most = min(most, max(most // 128, logits.size(0) // 64))
     # The compiler fuses what is done with all rows.
     number = max(1, logits.size(0) if torch.compiler.is_compiling() else most)

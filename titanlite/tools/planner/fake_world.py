@@ -39,6 +39,7 @@ from titanlite.parallelize.float8.linear import has_hardware
 from titanlite.parallelize.part import DeviceSupport
 from titanlite.plain_job import Builders, build_dataset, build_plain_model
 from titanlite.ranks.world import World
+from titanlite.training import loss
 
 
 @contextlib.contextmanager
@@ -103,7 +104,7 @@ def stand_ins(device_type: str = "cpu", *, fuses_norms: bool = True) -> Iterator
 
     Where there is no GPU, a planned "cuda" device has a kernel that skips the masked half of causal
     attention by itself, one for documents in a row, and if it `fuses_norms` one for RMSNorm, which
-    keeps its input and no float32 copy of it.
+    keeps its input and no float32 copy of it. The loss has a GPU's chunks.
     """
     with contextlib.ExitStack() as stack:
         if device_type == "cuda":
@@ -112,6 +113,7 @@ def stand_ins(device_type: str = "cpu", *, fuses_norms: bool = True) -> Iterator
         if device_type == "cuda" and not torch.cuda.is_available():
             stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
             stack.enter_context(patch.object(documents, "takes_rows", lambda _: True))
+            stack.enter_context(patch.object(loss, "has_cache", lambda _: False))
             if fuses_norms:
                 stack.enter_context(patch.object(torch, "rms_norm", fused_rms_norm))
         for place, name, stand_in in (
