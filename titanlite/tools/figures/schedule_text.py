@@ -9,8 +9,9 @@ from bisect import bisect_right
 from itertools import groupby
 
 from titanlite.observe.terminal import terminal_width, uses_color
-from titanlite.schedule.timeline import WORK, Span, Timeline
+from titanlite.schedule.walk import WORK, Span
 from titanlite.tools.figures import palette
+from titanlite.tools.figures.timeline import Timeline
 
 
 def draw_text(timeline: Timeline, width: int | None = None, color: bool | None = None) -> str:

@@ -14,8 +14,8 @@ from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import render_screen
 from titanlite.observe.run_facts import job_facts
 from titanlite.observe.terminal import say, tell, telling, terminal_width, uses_color
-from titanlite.schedule import Timeline
 from titanlite.tools.figures.mesh_drawing import draw_mesh
+from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.figures.trace import make_trace
 from titanlite.tools.options import Parser, positive, write
 from titanlite.tools.planner.advice import advise

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS, mesh_dims
 from titanlite.quantities import format_bytes, format_count, format_seconds
-from titanlite.schedule import Timeline
 from titanlite.tools.figures.schedule_text import draw_text
+from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.planner.cost import ATTENTION, MEMORY_BOUND, ON_HOST, OPTIMIZER, PRODUCT
 from titanlite.tools.planner.events import CATEGORIES, HOST_LINK, Peak
 from titanlite.tools.planner.planning import JobPlan, RankPlan

@@ -15,9 +15,11 @@ from typing import NamedTuple
 
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.quantities import format_seconds
-from titanlite.schedule import Span, Timeline
+from titanlite.schedule import Span
 from titanlite.schedule.actions import COMPUTE_KINDS, SEND_B, SEND_F
-from titanlite.schedule.timeline import (
+from titanlite.schedule.walk import WORK
+from titanlite.tools.figures.schedule_svg import draw_svg
+from titanlite.tools.figures.timeline import (
     EXCHANGE,
     GATHER,
     LANES,
@@ -25,9 +27,8 @@ from titanlite.schedule.timeline import (
     RECEIVE,
     REDUCE,
     SEND_TO,
-    WORK,
+    Timeline,
 )
-from titanlite.tools.figures.schedule_svg import draw_svg
 from titanlite.tools.figures.trace import lane_name
 from titanlite.tools.planner.compose import END, START
 from titanlite.tools.planner.composition import Segment, named

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS, ParallelDims, axes_of, axes_where, mesh_dims
 from titanlite.ranks.settings import ignore_warnings, own_settings
-from titanlite.schedule import Timeline
+from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.planner.compose import END, Composition
 from titanlite.tools.planner.composition import representatives
 from titanlite.tools.planner.cost import Cost
