@@ -8,9 +8,10 @@ import textwrap
 from bisect import bisect_right
 from itertools import groupby
 
-from titanlite.observe.terminal import terminal_width, uses_color
+from titanlite.observe.terminal import terminal_width
 from titanlite.schedule.walk import WORK, Span
 from titanlite.tools.figures import palette
+from titanlite.tools.figures.palette import uses_color
 from titanlite.tools.figures.timeline import Timeline
 
 

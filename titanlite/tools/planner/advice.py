@@ -18,7 +18,7 @@ from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show
 from titanlite.errors import ConfigError, TraceError
 from titanlite.parallelize.float8.spec import FLOAT8, SECTION
-from titanlite.quantities import format_bytes, format_seconds
+from titanlite.quantities import format_bytes
 from titanlite.tools.planner import space
 from titanlite.tools.planner.composition import offloads, uses_fsdp
 from titanlite.tools.planner.cost import MEMORY_BOUND, PRODUCT
@@ -26,6 +26,7 @@ from titanlite.tools.planner.evaluate import MARGIN
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.planning import LOW, PIECES, Advice, JobPlan, plan_job
 from titanlite.tools.planner.space import Changes
+from titanlite.tools.simulate.quantity import format_seconds
 
 MOST = 3
 MOST_TRACED = 5

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.quantities import format_seconds
 from titanlite.schedule import Span
 from titanlite.schedule.actions import COMPUTE_KINDS, SEND_B, SEND_F
 from titanlite.schedule.walk import WORK
@@ -37,6 +36,7 @@ from titanlite.tools.planner.events import Event, Operator
 from titanlite.tools.planner.planning import JobPlan
 from titanlite.tools.planner.predict import Ran
 from titanlite.tools.planner.timing import prepare, program
+from titanlite.tools.simulate.quantity import format_seconds
 from titanlite.tools.simulate.streams import MAIN, run_streams
 
 MOST_SPANS = 20_000
