@@ -229,7 +229,7 @@ class Reporter:
         """Agree on the peak memory of any rank, and whether a step of any has drawn numbers."""
         world, generators = self._job.world, self._job.trainer.generators
         draws = generators is not None and generators.has_drawn and not self._job.draws.shapes
-        own_bytes = world.peak_allocated_bytes()
+        own_bytes = world.watch.peak_bytes(world.device)
         process_bytes = peak_process_bytes() if own_bytes is None else 0
         most = torch.tensor([own_bytes or 0, process_bytes, int(draws)])
         dist.all_reduce(most, op=dist.ReduceOp.MAX)

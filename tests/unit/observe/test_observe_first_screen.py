@@ -161,14 +161,9 @@ def test_mixed_precision_endless_data_and_a_checkpoint_are_named() -> None:
     assert shown["checkpoints"].text == (
         "every 20 steps and at the end, in outputs/run/checkpoint, while training goes on"
     )
+    any_device, x = Fact("device", ""), Path("x")
     endless = run_facts(
-        resolve_job(config),
-        Fact("device", ""),
-        "",
-        None,
-        num_parameters=1,
-        folder=Path("x"),
-        first_step=41,
+        resolve_job(config), any_device, "", None, num_parameters=1, folder=x, first_step=41
     )
     texts = {fact.name: fact.text for fact in endless}
     assert texts["data"] == "synthetic: endless"
@@ -211,13 +206,7 @@ def test_the_screen_of_every_config_fits_80_columns_and_some_40_lines(config: Pa
     rows = [PlanRow(feature, "HSDP 2 x 2", "HSDP 2 x 2", long) for feature in features]
     content = (
         resolved.config.job.description,
-        run_facts(
-            resolved,
-            device_fact(resolved, *CPU),
-            *DIGITS,
-            num_parameters=10**9,
-            folder=Path("outputs/a_folder"),
-        ),
+        list(facts_of(resolved.config).values()),
         [*rows, PlanRow("activation checkpoint", "off", "off"), PlanRow("compile", "off", "off")],
         draw_mesh(resolved.dims),
     )
