@@ -24,7 +24,7 @@ import titanlite
 from titanlite.config import parse_args, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import in_brief
-from titanlite.observe.run_facts import Data, Machine, run_facts
+from titanlite.observe.run_facts import device_fact, run_facts
 from titanlite.tools.torchtitan.stand_ins import require_torchtitan
 
 FOLDER = Path(__file__).parent / "examples"
@@ -155,10 +155,9 @@ def training(page: str) -> str:
         resolve_job(config, 3)
     except titanlite.ConfigError as error:
         (mistake,) = error.problems
-    machine = Machine("cpu", "gloo", 4, 0, "")
-    numel = resolved.model.num_parameters
-    sequences, folder = Data(1498, 299), Path("outputs")
-    facts = run_facts(resolved, machine, sequences, num_parameters=numel, folder=folder)
+    device = device_fact(resolved, "cpu", "gloo", 4, 0)
+    numel, folder = resolved.model.num_parameters, Path("outputs")
+    facts = run_facts(resolved, device, "", 1498, 299, num_parameters=numel, folder=folder)
     for fact in in_brief("", facts, [], "")[1]:
         page = re.sub(rf"(?m)^  {fact.name:<12} .*", f"  {fact.name:<12} {fact.text}", page)
     return re.sub(r"(?m)^parallelism: .*", mistake, page)

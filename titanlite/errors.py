@@ -57,10 +57,6 @@ class RankError(TitanliteError):
         return f"rank {self.rank}: {self.message}"
 
 
-class TraceError(TitanliteError):
-    """A job cannot be traced: its model's own code fails on tensors without values."""
-
-
 class OutputClosedError(TitanliteError):
     """The reader of the output has closed it, as `head` does; nothing more can be printed."""
 

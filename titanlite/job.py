@@ -136,14 +136,6 @@ class Job:
     def stage_numbers(self) -> Sequence[int]:
         return [0] if self.pipeline is None else self.pipeline.numbers
 
-    @property
-    def held_positions(self) -> Tensor:
-        """The positions in a sequence of this rank's tokens, int64 [T]."""
-        seq_len = self.resolved.seq_len
-        if not self.dims.cp_enabled:
-            return torch.arange(seq_len)
-        return self.layout.positions(self.dims.token_rank(self.world.rank), seq_len)
-
     def step(self, number: int | None = None) -> StepResult:
         """Train on the next global batch; `number` is the step of the run."""
         batches = self.draw(number)

@@ -14,13 +14,13 @@ def format_count(value: float, *, spaced: bool = False) -> str:
     if not math.isfinite(value):
         return str(value)
     scaled, prefix = _scale(value, 1000, _DECIMAL)
-    return _three_figures(scaled) + (" " if spaced else "") + prefix
+    return three_figures(scaled) + (" " if spaced else "") + prefix
 
 
 def format_bytes(num_bytes: float) -> str:
     """Bytes with a binary unit: 1610612736 -> "1.50 GiB"."""
     scaled, unit = _scale(num_bytes, 1024, _BINARY)
-    return f"{int(scaled)} B" if unit == "B" else f"{_three_figures(scaled)} {unit}"
+    return f"{int(scaled)} B" if unit == "B" else f"{three_figures(scaled)} {unit}"
 
 
 def format_duration(seconds: float) -> str:
@@ -32,14 +32,6 @@ def format_duration(seconds: float) -> str:
     return f"{days}d {clock}" if days else clock
 
 
-def format_seconds(seconds: float) -> str:
-    """A short time with its unit: 0.00123 -> "1.23 ms"."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= 0.9995 * size:
-            return f"{_three_figures(seconds / size)} {unit}"
-    return f"{_three_figures(seconds / 1e-6)} us"
-
-
 def _scale(value: float, base: int, prefixes: tuple[str, ...]) -> tuple[float, str]:
     for prefix in prefixes[:-1]:
         # 999.5 would round to 1000 of this unit, so it is shown as 1.00 of the next.
@@ -49,7 +41,7 @@ def _scale(value: float, base: int, prefixes: tuple[str, ...]) -> tuple[float, s
     return value, prefixes[-1]
 
 
-def _three_figures(value: float) -> str:
+def three_figures(value: float) -> str:
     size = abs(value)
     if size == int(size) and size < 10:
         return f"{value:.0f}"

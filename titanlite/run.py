@@ -88,7 +88,7 @@ def train_on_rank(
             traces=Traces(folder, comm.save_traces_file_prefix) if comm.trace_buf_size else None,
             describe_place=resolved.dims.describe_place,
         ) as world,
-        world.counting_memory(),
+        world.watch.counting_memory(world.device.type),
     ):
         job = build_job(resolved, world)
         with (
@@ -102,7 +102,7 @@ def train_on_rank(
                 is_guest=checkpoints.is_guest,
                 artist=artist,
             ) as reporter,
-            world.explaining(),
+            world.watch.explaining(),
             job.reading_ahead(),
         ):
             job.trainer.wants_stop = lambda: stop.is_asked or checkpoints.has_failed

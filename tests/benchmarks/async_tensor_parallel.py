@@ -28,8 +28,9 @@ from typing import Any
 from unittest.mock import patch
 
 from titanlite.ranks.launch import Place, spawn
-from titanlite.schedule import Span, Timeline
+from titanlite.schedule import Span
 from titanlite.tools.figures.schedule_png import draw_png
+from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.figures.trace import make_trace
 
 TOKENS, DIM, HIDDEN = 1024, 1024, 4096

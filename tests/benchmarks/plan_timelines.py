@@ -21,9 +21,10 @@ from tests.benchmarks.paused_model import with_pauses
 from tests.benchmarks.slow_link import slow_link, with_link
 from titanlite.config import JobConfig, resolve_job
 from titanlite.ranks.launch import Place, spawn
-from titanlite.schedule import Span, Timeline
+from titanlite.schedule import Span
 from titanlite.schedule.actions import BACKWARD_INPUT, FORWARD, FULL_BACKWARD
-from titanlite.schedule.timeline import WORK
+from titanlite.schedule.walk import WORK
+from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.gallery.pipeline_timeline import PipelineRecorder, make_timeline
 from titanlite.tools.planner.hardware import Hardware, load_hardware
 from titanlite.tools.planner.planning import PIECES, plan_job

@@ -9,8 +9,9 @@ from training import FEW_STEPS, STEPS, Sections, Training, debug_config, differe
 
 from titanlite.config import JobConfig, resolve_job
 from titanlite.ranks.launch import Place, spawn
-from titanlite.schedule import make_schedule, walk, write_csv
-from titanlite.schedule.timeline import GATHER, RECEIVE, REDUCE, SEND_TO, WORK
+from titanlite.schedule import make_schedule, write_csv
+from titanlite.schedule.walk import WORK
+from titanlite.tools.figures.timeline import GATHER, RECEIVE, REDUCE, SEND_TO, walk
 
 TOLERANCE = 1e-11
 JOB: Sections = {"model": {"num_layers": 6}, "training": {"local_batch_size": 8}}

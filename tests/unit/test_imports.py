@@ -67,7 +67,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
     # Its matrix is a page.
     "verify": ("figures",),
     # A job of TorchTitan is verified as any parallel code, and traced in the planner's fake world.
-    "torchtitan": ("verify", "debug", "planner"),
+    "torchtitan": ("verify", "debug", "planner", "figures"),
 }
 """Each tool, and the tools that it may import."""
 

@@ -35,5 +35,5 @@ class CheckpointGroup(Peers):
         """Inside, this rank uses the long timeout, and so does a save that starts inside."""
         # The world may have set the timeout of this group, too.
         set_group_timeout(timedelta(seconds=self._timeout_seconds), self.group)
-        with self.world.allowing(self._timeout_seconds, "comm.checkpoint_timeout_seconds"):
+        with self.world.watch.allowing(self._timeout_seconds, "comm.checkpoint_timeout_seconds"):
             yield

@@ -365,11 +365,6 @@ def told_by_rank(what: str) -> Iterator[None]:
         raise TitanliteError(f"{what} failed on rank {rank}: {cause_line(cause)}") from error
 
 
-def first_cause(error: BaseException) -> BaseException:
-    """The error of the first failed rank if DCP raised `error`; otherwise `error` itself."""
-    return first_failure(error)[1] if isinstance(error, CheckpointException) else error
-
-
 def cause_line(error: BaseException) -> str:
     """The message of an error, on one line; for an OSError, the system's message."""
     text = getattr(error, "strerror", None) or str(error)

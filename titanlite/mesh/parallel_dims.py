@@ -78,7 +78,7 @@ def flat_name(axes: tuple[str, ...]) -> str:
 
 
 @functools.cache
-def _flattened() -> dict[str, tuple[str, ...]]:
+def flattened() -> dict[str, tuple[str, ...]]:
     """The mesh dimensions made by flattening axes of one kind: name -> its axes."""
     return {
         flat_name(axes): axes
@@ -98,16 +98,7 @@ def axes_of(mesh_dim_name: str) -> tuple[str, ...]:
     for axis in TABLE:
         if axis.borrows and mesh_dim_name in (axis.name, EXPERT_SHARDS):
             return axis.borrows
-    return _flattened().get(mesh_dim_name, (mesh_dim_name,))
-
-
-def mesh_dims() -> dict[str, Axis]:
-    """Every mesh dimension that communicates by itself, and the axis that it is shown as.
-
-    The innermost is the first. Flattened axes are shown as the first of them; efsdp is left out.
-    """
-    rows = {axis.name: axis for axis in reversed(TABLE)}
-    return rows | {name: rows[axes[0]] for name, axes in _flattened().items()}
+    return flattened().get(mesh_dim_name, (mesh_dim_name,))
 
 
 class Grid:

@@ -23,10 +23,9 @@ from titanlite.observe.first_screen import in_brief, render_screen
 from titanlite.observe.metrics import MetricsLog, StepRecord, mfu, peak_process_bytes
 from titanlite.observe.profiling import profile_steps, snapshot_memory
 from titanlite.observe.progress import Progress
-from titanlite.observe.run_facts import Data, Machine, name_idle_keys, run_facts
+from titanlite.observe.run_facts import device_fact, name_idle_keys, run_facts
 from titanlite.ranks.peers import Peers
 from titanlite.ranks.turns import is_rank
-from titanlite.ranks.world import World
 from titanlite.training.metrics import ValidationResult
 from titanlite.training.step import StepResult
 
@@ -230,7 +229,7 @@ class Reporter:
         """Agree on the peak memory of any rank, and whether a step of any has drawn numbers."""
         world, generators = self._job.world, self._job.trainer.generators
         draws = generators is not None and generators.has_drawn and not self._job.draws.shapes
-        own_bytes = world.peak_allocated_bytes()
+        own_bytes = world.watch.peak_bytes(world.device)
         process_bytes = peak_process_bytes() if own_bytes is None else 0
         most = torch.tensor([own_bytes or 0, process_bytes, int(draws)])
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -289,10 +288,23 @@ class Reporter:
         job, say = self._job, self._progress.print
         if job.config.job.print_config:
             say(format_config(job.config))
+        world, validation = job.world, job.validation_dataset
+        device = device_fact(
+            job.resolved,
+            world.device.type,
+            dist.distributed_c10d._get_default_group()._get_backend(world.device).name(),
+            world.local_size,
+            torch.cuda.device_count(),
+            torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "",
+            torch.get_num_threads(),
+        )
         facts = run_facts(
             job.resolved,
-            _machine(job.world),
-            _data(job),
+            device,
+            torch.__version__,
+            job.dataset.num_samples,
+            None if validation is None else validation.num_samples,
+            fingerprint=getattr(job.dataset, "fingerprint", ""),
             num_parameters=sum(shape.numel() for shape in job.parameter_shapes().values()),
             folder=self._folder,
             first_step=self._first_step,
@@ -313,28 +325,6 @@ class Reporter:
         say("")
         for note in (*job.notes, *self._notes):
             say(note)
-
-
-def _machine(world: World) -> Machine:
-    on_cuda = world.device.type == "cuda"
-    return Machine(
-        device_type=world.device.type,
-        backend=dist.distributed_c10d._get_default_group()._get_backend(world.device).name(),
-        num_local_ranks=world.local_size,
-        num_gpus=torch.cuda.device_count(),
-        torch_version=torch.__version__,
-        device_name=torch.cuda.get_device_name(world.device) if on_cuda else "",
-        num_threads=torch.get_num_threads(),
-    )
-
-
-def _data(job: Job) -> Data:
-    validation = job.validation_dataset
-    return Data(
-        job.dataset.num_samples,
-        None if validation is None else validation.num_samples,
-        getattr(job.dataset, "fingerprint", ""),
-    )
 
 
 def _make_own_folder(folder: Path) -> Path:

@@ -4,7 +4,6 @@ The steps in titanlite/parallelize report the parallel features.
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,72 +18,41 @@ from titanlite.observe.first_screen import Fact
 MOST_SIZES = 4
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The hardware of a run: `device_type` "cpu" or "cuda", and the counts of this machine."""
-
-    device_type: str
-    backend: str
-    num_local_ranks: int
-    num_gpus: int
-    torch_version: str
-    device_name: str = ""
-    num_threads: int = 1
-
-
-@dataclass(frozen=True)
-class Data:
-    """Sequences per epoch; None if the data is endless or, for validation, not used."""
-
-    num_training: int | None
-    num_validation: int | None = None
-    fingerprint: str = ""
-    """What identifies the training data, if that is not fixed by its name."""
-
-
 def run_facts(
     resolved: ResolvedJob,
-    machine: Machine,
-    data: Data,
+    device: Fact,
+    torch_version: str,
+    num_training: int | None,
+    num_validation: int | None = None,
     *,
     num_parameters: int,
     folder: Path,
+    fingerprint: str = "",
     first_step: int = 1,
     starts_from: Path | None = None,
 ) -> list[Fact]:
-    """The main facts about a run, one line each.
+    """The main facts about a run, one line each; `device` is a device_fact.
 
+    `num_training` and `num_validation` are the sequences of an epoch: None if the data is endless
+    or, for validation, not used. `fingerprint` identifies data whose name does not.
     `num_parameters` counts the whole model, `folder` is the output folder, `starts_from` the
     checkpoint or weights that were loaded.
     """
     config = resolved.config
     return [
-        _device(config, machine, resolved.dims.world_size),
-        Fact("torch", machine.torch_version),
+        device,
+        Fact("torch", torch_version),
         _model(resolved, num_parameters),
         *_sequence(resolved),
-        _data(config, data),
+        _data(config, num_training, num_validation, fingerprint),
         _dtype(config),
         _batch(resolved),
-        _steps(resolved, data, first_step),
+        _steps(resolved, num_training, first_step),
         _optimizer(config),
         _learning_rate(config),
         Fact("output", str(folder)),
         _start(config, starts_from),
         _saving(config, folder),
-    ]
-
-
-def job_facts(resolved: ResolvedJob, num_parameters: int) -> list[Fact]:
-    """The facts that depend on neither the machine nor the data; see run_facts."""
-    config = resolved.config
-    return [
-        _model(resolved, num_parameters),
-        *_sequence(resolved),
-        _dtype(config),
-        _batch(resolved),
-        _optimizer(config),
-        _learning_rate(config),
     ]
 
 
@@ -103,20 +71,29 @@ def name_idle_keys(config: JobConfig) -> str:
     return f"no effect here, because their TorchTitan feature is off: {', '.join(idle)}"
 
 
-def _device(config: JobConfig, machine: Machine, num_ranks: int) -> Fact:
-    asked, active = config.job.device, machine.device_type
+def device_fact(
+    resolved: ResolvedJob,
+    active: str,
+    backend: str,
+    num_local_ranks: int,
+    num_gpus: int,
+    device_name: str = "",
+    num_threads: int = 1,
+) -> Fact:
+    """The hardware of a run: `active` is "cpu" or "cuda", and the counts are of this"""
+    asked, num_ranks = resolved.config.job.device, resolved.dims.world_size
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    text = f"{active}, {ranks} with {machine.backend}"
-    if machine.device_name:
-        text += f", {machine.device_name}"
-    elif machine.num_threads > 1:
-        text += f", {machine.num_threads} threads each"
+    text = f"{active}, {ranks} with {backend}"
+    if device_name:
+        text += f", {device_name}"
+    elif num_threads > 1:
+        text += f", {num_threads} threads each"
     if asked != "auto" or active == "cuda":
         return Fact("device", text)
-    if machine.num_gpus == 0:
+    if num_gpus == 0:
         return Fact("device", f"{text}; this machine has no GPU")
-    gpus = f"{machine.num_gpus} GPU{'s' * (machine.num_gpus > 1)}"
-    why = f"not cuda: {machine.num_local_ranks} ranks need more than {gpus}"
+    gpus = f"{num_gpus} GPU{'s' * (num_gpus > 1)}"
+    why = f"not cuda: {num_local_ranks} ranks need more than {gpus}"
     return Fact("device", f"{text}; {why}", differs=True)
 
 
@@ -139,17 +116,19 @@ def _sequence(resolved: ResolvedJob) -> list[Fact]:
     return [Fact("sequence", text)]
 
 
-def _data(config: JobConfig, data: Data) -> Fact:
+def _data(
+    config: JobConfig, num_training: int | None, num_validation: int | None, fingerprint: str
+) -> Fact:
     word = "sequences" if has_tokens(config) else "samples"
-    size = "endless" if data.num_training is None else f"{data.num_training:,} {word}"
+    size = "endless" if num_training is None else f"{num_training:,} {word}"
     text = f"{config.training.dataset}: {size}"
     if config.validation.enable:
-        kept = "" if data.num_validation is None else f"{data.num_validation:,} "
+        kept = "" if num_validation is None else f"{num_validation:,} "
         other = config.validation_dataset
         where = "" if other == config.training.dataset else f" of {other}"
         text += f", {kept}for validation{where} every {config.validation.freq} steps"
-    if data.fingerprint:
-        text += f"; {data.fingerprint}"
+    if fingerprint:
+        text += f"; {fingerprint}"
     return Fact("data", text)
 
 
@@ -181,7 +160,7 @@ def _batch(resolved: ResolvedJob) -> Fact:
     return Fact("batch", text)
 
 
-def _steps(resolved: ResolvedJob, data: Data, first_step: int) -> Fact:
+def _steps(resolved: ResolvedJob, num_training: int | None, first_step: int) -> Fact:
     last = resolved.config.training.steps
     count = max(0, last - first_step + 1)
     if not count:
@@ -190,8 +169,8 @@ def _steps(resolved: ResolvedJob, data: Data, first_step: int) -> Fact:
     sizes = [size * unit for _, size in resolved.batch_sizes]
     ends = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
     text = f"{first_step} to {last} of {ends} {word}"
-    if data.num_training:
-        epochs = resolved.num_sequences(first_step, last) / data.num_training
+    if num_training:
+        epochs = resolved.num_sequences(first_step, last) / num_training
         text += f", {epochs:.0f} epochs" if epochs >= 100 else f", {epochs:.3g} epochs"
     return Fact("steps", text)
 

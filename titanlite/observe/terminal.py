@@ -18,11 +18,6 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
-def uses_color(stream: TextIO) -> bool:
-    """Whether colours may be written to `stream`: a terminal, and no NO_COLOR."""
-    return is_terminal(stream) and "NO_COLOR" not in os.environ
-
-
 def terminal_width(stream: TextIO, otherwise: int = DEFAULT_WIDTH) -> int:
     """The number of columns of the terminal `stream`; `otherwise` if that is unknown."""
     try:
@@ -45,12 +40,6 @@ def tell(what: str, end: str = "\n") -> None:
         print(f"\r\x1b[2K{shown}", end=end, file=sys.stderr, flush=True)
     elif what and sys.stderr is sys.__stderr__:  # not where a notebook shows it
         print(f"{what} ...", file=sys.stderr, flush=True)
-
-
-def say(text: str) -> None:
-    """Print a text inside `telling`."""
-    tell("", "\r")
-    print(text, flush=True)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from titanlite.parallelize.pipeline_parallel.apply import PipelineRunner, split_
 from titanlite.parallelize.plan import ParallelPlan, block_lists, find_blocks, find_plan
 from titanlite.parallelize.steps import STEPS
 from titanlite.plan_row import PlanRow
-from titanlite.schedule import walk
+from titanlite.schedule import bubbles, run_schedule
 
 
 def step_of(feature: Feature) -> FeatureStep:
@@ -155,12 +155,12 @@ def _blocks_row(model: nn.Module, plan: ParallelPlan) -> PlanRow:
 
 def _pipeline_parallel(plan: PipelinePlan, dims: ParallelDims) -> PlanRow:
     schedule = plan.schedule
-    bubbles = walk(schedule).bubbles()
+    idle = bubbles(schedule.num_ranks, run_schedule(schedule))
     blocks = [sum("." in name for name in stage) for stage in plan.stages]
     note = (
         f"{schedule.name}, {schedule.num_microbatches} microbatches of {plan.microbatch_size}; "
         f"blocks per stage: {', '.join(map(str, blocks))}; "
-        f"bubble {sum(bubbles) / len(bubbles):.0%} if all stages take equal time"
+        f"bubble {sum(idle) / len(idle):.0%} if all stages take equal time"
     )
     return PlanRow("pipeline parallel", f"PP {dims.pp}", f"PP {dims.pp}", note)
 

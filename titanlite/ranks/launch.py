@@ -188,11 +188,6 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         """The folder that the ranks share, in which they meet; it is removed with them."""
         return self._folder
 
-    def dismiss(self) -> None:
-        """Close the connections, so that `serve` returns on every rank; `close` waits for them."""
-        for rank in self._ranks:
-            rank.connection.close()
-
     def terminate(self) -> None:
         """Kill the processes now; `close` waits until they have ended."""
         for rank in self._ranks:

@@ -37,6 +37,7 @@ from titanlite.ranks.report import Account, Call, Message, Report, write_report
 from titanlite.ranks.signals import StopRequest
 from titanlite.ranks.thread_group import BACKEND, Exchange, ThreadGroup
 from titanlite.ranks.turns import Turns, current_rank, is_rank
+from titanlite.ranks.unwatched import Unwatched
 
 # What torch keeps once for a process, and each rank needs for itself: the owners, as
 # "module:attributes", and what of them. Each rank begins without groups, and with its own copies of
@@ -140,17 +141,16 @@ class MeshIdentities:
 _worlds = itertools.count(1)
 
 
-class ThreadWorld:
+class ThreadWorld(Unwatched):
     """A world whose ranks are threads of this process; there is one at a time."""
 
     def __init__(self, places: Sequence[Any], stop: StopRequest | None = None) -> None:
+        super().__init__()
         self.size = len(places)
         self._places = [replace(place, orders=stop) for place in places]
         self.turns = Turns(self.size, self._stuck, self._enter, self._leave)
         self.exchange = Exchange(self.turns)
         self.axes: dict[str, str] = {}
-        self.describe_place: Callable[[int], str] = lambda rank: ""
-        self.timeout_seconds = None
         self.stuck: Report | None = None
         """Where the ranks were once none of them could go on."""
         self._patches, self._num_patched = contextlib.ExitStack(), 0
@@ -198,7 +198,7 @@ class ThreadWorld:
         finally:
             self._stop_counting()
 
-    def peak_bytes(self) -> int | None:
+    def peak_bytes(self, device: torch.device) -> int | None:
         """The most that this rank had allocated at a time; None if that is not counted."""
         own = self._allocations.get(current_rank())
         if own is None:
@@ -264,7 +264,7 @@ class ThreadWorld:
         return accounts
 
     @contextlib.contextmanager
-    def shared(self, patch: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    def patched(self, patch: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
         """Inside, the code of the process is changed, from the first rank until the last one."""
         if self._num_patched == 0:
             self._patches = contextlib.ExitStack()
@@ -277,17 +277,7 @@ class ThreadWorld:
             if self._num_patched == 0:
                 self._patches.close()
 
-    def set_timeout(self, seconds: float, key: str) -> None:
-        """Nothing: that no rank can go on is known without one."""
-
-    def allowing(self, seconds: float, key: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def explaining(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def name_groups(self, axes: Mapping[str, str]) -> None:
-        """Set the axis of each process group, for reports."""
         self.axes.update(axes)
 
 

@@ -37,6 +37,7 @@ from titanlite.ranks.launch import ALARM, FAULTS, REPORT, Place
 from titanlite.ranks.notices import Notices
 from titanlite.ranks.report import Absent, Account, Report, write_report
 from titanlite.ranks.signals import handling
+from titanlite.ranks.unwatched import Unwatched
 
 # The time between two reads of the store.
 POLL_SECONDS = 0.5
@@ -58,7 +59,7 @@ class Traces:
     prefix: str = "rank_"
 
 
-class Watch:
+class Watch(Unwatched):
     """The watchdog of one rank. The main thread calls `explain` if it has an error.
 
     `store` is shared by all ranks and used by nothing else. `describe_place` gives the mesh
@@ -76,6 +77,7 @@ class Watch:
         *,
         on_gpu: bool = False,
     ) -> None:
+        super().__init__(describe_place)
         self._rank, self._world_size = place.rank, place.world_size
         self._store = store
         self._folder = _exchange_folder(place)
@@ -90,35 +92,28 @@ class Watch:
         self._has_given_up = False
         self._closing = False
         self._wake, self._over, self._left = (threading.Event() for _ in range(3))
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._timeout_key = "comm.init_timeout_seconds"
         self._still_since = time.monotonic()
         self._still: Any = None
         self._on_gpu, self._gpu_seen = on_gpu, -math.inf
-        self.describe_place = describe_place
         self._axes: dict[str, str] = {}
         self._box = BlackBox(self._folder, place.rank, self._main)
         self._thread = threading.Thread(target=self._run, name="fault watch", daemon=True)
         store.set(f"place/{place.rank}", ProcessRecord.of_this(self._box).to_json())
         self._thread.start()
 
-    @property
-    def timeout_seconds(self) -> float:
-        return self._timeout_seconds
-
     def name_groups(self, axes: Mapping[str, str]) -> None:
-        """Set the axis of each process group, for reports."""
         self._axes = dict(axes)
 
     def set_timeout(self, seconds: float, key: str = "comm.train_timeout_seconds") -> None:
-        """Set the timeout of a wait; `key` is the name of this limit in a report."""
         self._still_since = time.monotonic()
-        self._timeout_seconds, self._timeout_key = seconds, key
+        self.timeout_seconds, self._timeout_key = seconds, key
 
     @contextlib.contextmanager
     def allowing(self, seconds: float, key: str) -> Iterator[None]:
         """Inside, another timeout. After an error it stays, since it applied to the failed wait."""
-        before = self._timeout_seconds, self._timeout_key
+        before = self.timeout_seconds, self._timeout_key
         self.set_timeout(seconds, key)
         yield
         self.set_timeout(*before)
@@ -232,7 +227,7 @@ class Watch:
         """The timeout that expired, as text; "" if none did."""
         text = "" if self._error is None else str(self._error)
         if "imed out" in text or "imeout" in text or self._stands_still(stack):
-            return f"ranks waited {self._timeout_seconds:g} s ({self._timeout_key})"
+            return f"ranks waited {self.timeout_seconds:g} s ({self._timeout_key})"
         return ""
 
     def _stands_still(self, stack: list[stacks.CodePlace]) -> bool:
@@ -250,11 +245,11 @@ class Watch:
             self._still, self._still_since = state, now
             return False
         seconds = now - self._still_since
-        if seconds <= self._timeout_seconds:
+        if seconds <= self.timeout_seconds:
             return False
         if hang_state.is_overdue(stack, seconds):
             return True
-        if not self._on_gpu or now - self._gpu_seen <= self._timeout_seconds:
+        if not self._on_gpu or now - self._gpu_seen <= self.timeout_seconds:
             return False
         self._gpu_seen = now
         return hang_state.gpu_is_overdue()

@@ -5,12 +5,12 @@ rest of the program sees of it.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,8 @@ from titanlite.ranks.launch import THREADS, Place
 from titanlite.ranks.machine import num_cores
 from titanlite.ranks.settings import keeping_freed_memory, own_settings, prepare_process
 from titanlite.ranks.thread_group import ThreadGroup
-from titanlite.ranks.watch import Traces, Watch, watching
-
-if TYPE_CHECKING:
-    from titanlite.ranks.threads import ThreadWorld
+from titanlite.ranks.unwatched import Unwatched
+from titanlite.ranks.watch import Traces, watching
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,8 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
-    watch: "Watch | ThreadWorld | None" = None
-    """The watchdog, or what needs none; None in a world of one process with one rank."""
+    watch: Unwatched = field(default_factory=Unwatched)
+    """The watchdog; one that does nothing in a world of one process with one rank."""
 
     @property
     def is_first(self) -> bool:
@@ -48,54 +46,12 @@ class World:
 
         `key` is the name of this limit in the report.
         """
-        if self.watch is not None:
-            self.watch.set_timeout(seconds, key)
+        self.watch.set_timeout(seconds, key)
         _set_group_timeouts(seconds)
-
-    def allowing(self, seconds: float, key: str) -> AbstractContextManager[None]:
-        """A context in which the watchdog's timeout is `seconds`; a report names it `key`.
-
-        The caller must also set this timeout on the process groups used in the context.
-        """
-        if self.watch is None:
-            return contextlib.nullcontext()
-        return self.watch.allowing(seconds, key)
-
-    def explaining(self) -> AbstractContextManager[None]:
-        """A context manager. A communication error inside it is reported at once.
-
-        It is reported before the enclosing `with` blocks clean up, because the cleanup may itself
-        wait for other ranks.
-        """
-        return contextlib.nullcontext() if self.watch is None else self.watch.explaining()
-
-    def counting_memory(self) -> AbstractContextManager[None]:
-        """A context in which `peak_allocated_bytes` is counted, for a rank that is a thread."""
-        if isinstance(self.watch, Watch) or self.watch is None:
-            return contextlib.nullcontext()
-        return self.watch.counting_memory(self.device.type)
-
-    def peak_allocated_bytes(self) -> int | None:
-        """The most that torch had allocated for this rank at a time; None: not counted."""
-        if not isinstance(self.watch, Watch) and self.watch is not None:
-            return self.watch.peak_bytes()
-        on_gpu = self.device.type == "cuda"
-        return torch.cuda.max_memory_allocated(self.device) if on_gpu else None
-
-    def patched(
-        self, patch: Callable[[], AbstractContextManager[Any]] | None
-    ) -> AbstractContextManager[Any]:
-        """The context of `patch`, which changes code; ranks that are threads enter it once."""
-        if patch is None:
-            return contextlib.nullcontext()
-        if isinstance(self.watch, Watch) or self.watch is None:
-            return patch()
-        return self.watch.shared(patch)
 
     def name_places(self, describe_place: Callable[[int], str]) -> None:
         """Set the function that gives the mesh coordinates of a rank, for reports."""
-        if self.watch is not None:
-            self.watch.describe_place = describe_place
+        self.watch.describe_place = describe_place
 
     def name_groups(self, axes: Mapping[str, str]) -> None:
         """Set the axis of each process group, for reports.
@@ -103,10 +59,9 @@ class World:
         A new group has torch's default timeout; this method also sets the timeout of these groups
         to the world's timeout.
         """
-        if self.watch is not None:
-            self.watch.name_groups(axes)
-            if self.watch.timeout_seconds is not None:
-                _set_group_timeouts(self.watch.timeout_seconds)
+        self.watch.name_groups(axes)
+        if math.isfinite(self.watch.timeout_seconds):
+            _set_group_timeouts(self.watch.timeout_seconds)
 
 
 @contextlib.contextmanager
@@ -153,7 +108,7 @@ def open_world(
             backend = "gloo"
         timeout = timedelta(seconds=init_timeout_seconds)
         meeting, store = _meet(place, timeout)
-        watch = None
+        watch = Unwatched(describe_place)
         # Registered first, so that it runs after the watchdog's report, which needs the groups.
         exits.callback(_leave_group)
         if store is not None:

@@ -5,15 +5,13 @@ generators.py   make_schedule: GPipe, 1F1B, the interleaved and the zero-bubble 
 v_shaped.py     ZBV and DualPipeV
 table.py        reads and writes CSV in the format of torch.distributed.pipelining
 clock.py        runs the actions of ranks in virtual time, each as soon as it can
-walk.py         checks that a schedule runs; reports blocked ranks and missing work
-timeline.py     what ran when, measured or simulated; tools/figures draws it
+walk.py         checks that a schedule runs, and when; reports blocked ranks and missing work
 """
 
 from titanlite.schedule.actions import Action, Schedule, ScheduleError, parse_action
 from titanlite.schedule.generators import SCHEDULES, make_schedule, schedule_name
 from titanlite.schedule.table import read_csv, write_csv
-from titanlite.schedule.timeline import Span, Timeline
-from titanlite.schedule.walk import check, walk
+from titanlite.schedule.walk import Span, bubbles, check, run_schedule
 
 __all__ = [
     "SCHEDULES",
@@ -21,12 +19,12 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Span",
-    "Timeline",
+    "bubbles",
     "check",
     "make_schedule",
     "parse_action",
     "read_csv",
+    "run_schedule",
     "schedule_name",
-    "walk",
     "write_csv",
 ]

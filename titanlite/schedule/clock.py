@@ -1,6 +1,6 @@
 """The clock of a schedule: each rank runs its actions in order, each as soon as it can.
 
-`walk` runs the actions of a schedule on it, and the planner those of a composed step.
+`run_schedule` runs the actions of a schedule on it, and the planner those of a composed step.
 """
 
 from collections.abc import Callable, Hashable, Sequence

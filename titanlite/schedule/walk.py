@@ -1,10 +1,11 @@
 """Execute a schedule on the clock: each rank advances until it ends or is blocked.
 
 `check` reports in one line why a schedule cannot run: the action at which each rank is blocked, or
-the work that is missing. `walk` returns the times of a schedule that runs, for drawing.
+the work that is missing. `run_schedule` returns the times of a schedule that runs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
 
 from titanlite.schedule.actions import (
     BACKWARD_INPUT,
@@ -22,7 +23,20 @@ from titanlite.schedule.actions import (
     ScheduleError,
 )
 from titanlite.schedule.clock import TimedAction, run
-from titanlite.schedule.timeline import Span, Timeline, activation_curves
+
+
+class Span(NamedTuple):
+    """`kind` ran on `row` from `start` to `end`, for `stage` and `microbatch` (may be None)."""
+
+    row: int
+    start: float
+    end: float
+    kind: str
+    stage: int | None = None
+    microbatch: int | None = None
+
+
+WORK = frozenset("FBIW")  # the kinds that compute; the others move data
 
 
 def in_steps(rank: int, action: Action) -> float:
@@ -41,27 +55,20 @@ def check(schedule: Schedule) -> None:
         shown = "; ".join(problems[:_SHOWN])
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ScheduleError(f"{schedule.name} is not a valid schedule: {shown}{more}")
-    _run(schedule, in_steps)
-
-
-def walk(schedule: Schedule, duration: Callable[[int, Action], float] = in_steps) -> Timeline:
-    """The times of all compute actions if each starts once its rank is free and its inputs exist.
-
-    `duration(rank, action)` is how long an action takes. Raises ScheduleError if a rank is blocked
-    forever.
-    """
-    spans = _run(schedule, duration)
-    rows = [f"rank {rank}" for rank in range(schedule.num_ranks)]
-    curves = activation_curves(rows, spans)
-    return Timeline(
-        schedule.name, rows, spans, curves=curves, curves_label="activations held, by rank"
-    )
+    run_schedule(schedule)
 
 
 _SHOWN = 4
 
 
-def _run(schedule: Schedule, duration: Callable[[int, Action], float]) -> list[Span]:
+def run_schedule(
+    schedule: Schedule, duration: Callable[[int, Action], float] = in_steps
+) -> list[Span]:
+    """The times of all compute actions if each starts once its rank is free and its inputs exist.
+
+    `duration(rank, action)` is how long an action takes. Raises ScheduleError if a rank is blocked
+    forever.
+    """
     sends = any(action.kind in COMMUNICATION_KINDS for row in schedule.actions for action in row)
     queues = [[part for action in row for part in action.parts] for row in schedule.actions]
     rows = [
@@ -87,6 +94,18 @@ def _run(schedule: Schedule, duration: Callable[[int, Action], float]) -> list[S
         for action in [queues[rank][number]]
         if end > start
     ]
+
+
+def bubbles(num_rows: int, spans: Collection[Span]) -> list[float]:
+    """The bubble fraction of each row: its idle share of the time of all rows."""
+    start = min((span.start for span in spans), default=0.0)
+    whole = max((span.end for span in spans), default=0.0) - start
+    busy, reached = [0.0] * num_rows, [start] * num_rows
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.kind in WORK:
+            busy[span.row] += max(0, span.end - max(reached[span.row], span.start))
+            reached[span.row] = max(reached[span.row], span.end)
+    return [1 - time / whole if whole else 0.0 for time in busy]
 
 
 def _needs(action: Action, schedule: Schedule, sends: bool) -> list[Action]:

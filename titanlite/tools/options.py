@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanlite.errors import ConfigError, quote, suggest
+from titanlite.observe.terminal import tell
 
 
 def split_options(
@@ -203,3 +204,9 @@ def counting_bar() -> Any:
     text = progress.TextColumn("[progress.description]{task.description}")
     more = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
     return progress.Progress(text, *more, console=console, disable=not console.is_terminal)
+
+
+def say(text: str) -> None:
+    """Print a text inside `telling`."""
+    tell("", "\r")
+    print(text, flush=True)

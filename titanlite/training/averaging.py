@@ -43,11 +43,6 @@ class WeightAverage:
         self.keys = (AVERAGE, *self._weights)
         """The keys in the state of a parameter."""
 
-    @property
-    def first_steps(self) -> range:
-        """The steps after which all of `keys` are there."""
-        return range(self._first, self._first + self._freq * max(1, len(self._weights)), self._freq)
-
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Average the weights of a step, counted from 1; call it before gradients are cleared."""

@@ -24,7 +24,7 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     record_of,
 )
-from titanlite.checkpoint.storage import Piece, first_cause, load, save, stored_tensors
+from titanlite.checkpoint.storage import Piece, first_failure, load, save, stored_tensors
 from titanlite.errors import ConfigError
 from titanlite.tools.convert.stored import find_checkpoint
 
@@ -423,7 +423,7 @@ def test_tensors_that_would_run_code_are_refused(tmp_path):
     (tmp_path / "__0_0.distcp").write_bytes(evil)
     with pytest.raises(CheckpointException) as raised:
         load_all(tmp_path)
-    assert first_cause(raised.value).args == ("the data of model.a cannot be read",)
+    assert first_failure(raised.value)[1].args == ("the data of model.a cannot be read",)
     # What torch says of it is how to run the code.
     assert "weights_only" not in str(raised.value)
     assert not mark.exists()
@@ -452,7 +452,7 @@ def test_tensors_that_are_others_than_the_metadata_says_are_refused(tmp_path):
         (tmp_path / METADATA).write_bytes(pickle.dumps(whole))
         with pytest.raises(CheckpointException) as raised:
             load_all(tmp_path)
-        said = str(first_cause(raised.value))
+        said = str(first_failure(raised.value)[1])
         # From torch 2.14 on, reading weights alone refuses a sparse tensor by itself.
         wrong = ("does not match .metadata", "cannot be read")
         words = wrong if number == 2 else wrong[:1]

@@ -9,21 +9,22 @@ import pytest
 from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.observe.first_screen import Fact, beside, in_brief, render_screen
-from titanlite.observe.run_facts import Data, Machine, run_facts
+from titanlite.observe.run_facts import device_fact, run_facts
 from titanlite.plan_row import PlanRow
 from titanlite.tools.figures.mesh_drawing import draw_mesh
 
-CPU = Machine("cpu", "gloo", num_local_ranks=4, num_gpus=0, torch_version="2.13.0")
-DIGITS = Data(1498, 299)
+CPU = ("cpu", "gloo", 4, 0)
+DIGITS = ("2.13.0", 1498, 299)
 # For the configuration that reads a folder of its own.
 HERE = {"cifar10": ("--training.dataset_path=configs",)}
 
 
-def facts_of(config: Any, machine: Machine = CPU, **start: Any) -> dict[str, Fact]:
+def facts_of(config: Any, machine: tuple[Any, ...] = CPU, **start: Any) -> dict[str, Fact]:
+    resolved = resolve_job(config)
     made = run_facts(
-        resolve_job(config),
-        machine,
-        DIGITS,
+        resolved,
+        device_fact(resolved, *machine),
+        *DIGITS,
         num_parameters=449_984,
         folder=Path("outputs/run"),
         **start,
@@ -31,7 +32,7 @@ def facts_of(config: Any, machine: Machine = CPU, **start: Any) -> dict[str, Fac
     return {fact.name: fact for fact in made}
 
 
-def facts(*argv: str, machine: Machine = CPU) -> dict[str, Fact]:
+def facts(*argv: str, machine: tuple[Any, ...] = CPU) -> dict[str, Fact]:
     return facts_of(parse_args(argv), machine)
 
 
@@ -69,7 +70,7 @@ def test_a_device_that_auto_does_not_use_is_said(
     asked: str, active: str, num_gpus: int, text: str, differs: bool
 ) -> None:
     backend, name = ("nccl", "H100") if active == "cuda" else ("gloo", "")
-    machine = Machine(active, backend, 4, num_gpus, "2.13.0", name)
+    machine = (active, backend, 4, num_gpus, name)
     plan = (f"--job.device={asked}", "--parallelism.data_parallel_shard_degree=4")
     assert facts(*plan, machine=machine)["device"] == Fact("device", text, differs)
 
@@ -160,8 +161,9 @@ def test_mixed_precision_endless_data_and_a_checkpoint_are_named() -> None:
     assert shown["checkpoints"].text == (
         "every 20 steps and at the end, in outputs/run/checkpoint, while training goes on"
     )
+    any_device, x = Fact("device", ""), Path("x")
     endless = run_facts(
-        resolve_job(config), CPU, Data(None), num_parameters=1, folder=Path("x"), first_step=41
+        resolve_job(config), any_device, "", None, num_parameters=1, folder=x, first_step=41
     )
     texts = {fact.name: fact.text for fact in endless}
     assert texts["data"] == "synthetic: endless"
@@ -204,7 +206,7 @@ def test_the_screen_of_every_config_fits_80_columns_and_some_40_lines(config: Pa
     rows = [PlanRow(feature, "HSDP 2 x 2", "HSDP 2 x 2", long) for feature in features]
     content = (
         resolved.config.job.description,
-        run_facts(resolved, CPU, DIGITS, num_parameters=10**9, folder=Path("outputs/a_folder")),
+        list(facts_of(resolved.config).values()),
         [*rows, PlanRow("activation checkpoint", "off", "off"), PlanRow("compile", "off", "off")],
         draw_mesh(resolved.dims),
     )

@@ -120,7 +120,7 @@ def watch_of(stack: list[Frame], *, on_gpu: bool, looks: int = 3) -> list[bool]:
     """What a watch says of a rank that stays where it is: at the start, and in steps of 60 s."""
     now = [1000.0]
     watcher = watch.Watch.__new__(watch.Watch)
-    watcher._still, watcher._still_since, watcher._timeout_seconds = None, 0.0, TIMEOUT_MS / 1000
+    watcher._still, watcher._still_since, watcher.timeout_seconds = None, 0.0, TIMEOUT_MS / 1000
     watcher._on_gpu, watcher._gpu_seen = on_gpu, -float("inf")
     clock = type("Clock", (), {"monotonic": staticmethod(lambda: now[0])})
     with pytest.MonkeyPatch.context() as patch:

@@ -16,10 +16,10 @@ from titanlite.schedule import (
     make_schedule,
     parse_action,
     read_csv,
-    walk,
     write_csv,
 )
 from titanlite.schedule.clock import TimedAction, run
+from titanlite.tools.figures.timeline import walk
 from titanlite.tools.planner.lower import add_communication
 
 SIZES = [(1, 4), (2, 4), (3, 6), (4, 8), (4, 16)]

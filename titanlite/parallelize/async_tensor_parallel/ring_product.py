@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.profiler import record_function
 from torch.utils.flop_counter import register_flop_formula
 
@@ -134,7 +134,7 @@ def _gather_product(
     x: Tensor, weight: Tensor, dim: int, num_ranks: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
     """Returns (the product, the gathered input)."""
-    group = _find_group(group_name)
+    group = _resolve_process_group(GroupName(group_name))
     ring = ChunkRing(group.rank(), num_ranks)
     shard = x.movedim(dim, 0)
     whole = x.new_empty((num_ranks, *shard.shape))
@@ -157,7 +157,7 @@ def _gather_product(
 def _product_scatter(
     x: Tensor, weight: Tensor, dim: int, num_ranks: int, group_name: str
 ) -> Tensor:
-    group = _find_group(group_name)
+    group = _resolve_process_group(GroupName(group_name))
     ring = ChunkRing(group.rank(), num_ranks)
     chunks = x.movedim(dim, 0).unflatten(0, (num_ranks, -1))
     shape = (*chunks.shape[1:-1], weight.size(0))
@@ -183,10 +183,6 @@ def _product_scatter(
 def _joined(chunks: Tensor, dim: int) -> Tensor:
     """Merge the first two dimensions of [n, t, ..] and move the result, n * t, to `dim`."""
     return chunks.flatten(0, 1).movedim(0, dim).contiguous()
-
-
-def _find_group(name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 @_gather_product.register_fake

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.errors import ConfigError
@@ -291,12 +291,8 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 
 
 def _make_rotation(group_name: str, layout: str, rotate_method: str, causal: bool) -> Rotation:
-    group = _find_group(group_name)
+    group = _resolve_process_group(GroupName(group_name))
     return find_rotation(rotate_method)(group, make_layout(layout, group.size()), causal)
-
-
-def _find_group(name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def _documents_of_all(documents: Tensor | None, rotation: Rotation) -> Documents | None:
@@ -424,7 +420,7 @@ def _differentiate(ctx, grad_out: Tensor, *_) -> tuple[Tensor | None, ...]:
 @register_flop_formula(torch.ops.titanlite.ring_attention)
 def _count_flops(q: torch.Size, k: torch.Size, v: torch.Size, group_name: str, *_, **__) -> int:
     """Count this rank's queries with all ranks' keys, masked or not, as PyTorch does."""
-    num_keys = q[2] * _find_group(group_name).size()
+    num_keys = q[2] * _resolve_process_group(GroupName(group_name)).size()
     num_products = 2
     return num_products * 2 * math.prod(q) * num_keys
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -165,7 +165,7 @@ def _groups_of(layer: Float8Linear, shards: Any, local_size: torch.Size) -> Grou
     own = (
         name
         for name in layer.groups.tokens
-        if dist.get_process_group_ranks(_resolve_process_group(name)) == ranks  # type: ignore[arg-type]
+        if dist.get_process_group_ranks(_resolve_process_group(GroupName(name))) == ranks
     )
     name = next(own, shards.group_name)
     is_cut = tuple(local_size) != (layer.out_features, layer.in_features)

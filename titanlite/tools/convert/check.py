@@ -16,7 +16,7 @@ from titanlite.checkpoint.weights import Names, StoredWeights, to_stored
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.models.hf_format import HFTensor
 from titanlite.modules.batch import call_model, make_batch
-from titanlite.observe.terminal import say
+from titanlite.tools.options import say
 
 # Relative to the largest value of an output. Both models compute in float32.
 TOLERANCE = 1e-4

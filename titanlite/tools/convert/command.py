@@ -29,11 +29,11 @@ from titanlite.config import JobConfig, load_model_spec, make_model_config
 from titanlite.config.model import import_module
 from titanlite.errors import ConfigError, TitanliteError, quote
 from titanlite.models.hf_format import CONFIG, INVALID, format_of, is_hf_folder, read_json
-from titanlite.observe.terminal import say, telling
+from titanlite.observe.terminal import telling
 from titanlite.parallelize.lora.spec import LoRA
 from titanlite.registry import MODELS
 from titanlite.tools.convert.stored import find_checkpoint, stored_sections
-from titanlite.tools.options import Parser
+from titanlite.tools.options import Parser, say
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -341,7 +341,7 @@ def _read_checkpoint(
             pieces = {f"{MODEL}.{name}": storage.Piece.whole(t) for name, t in tensors.items()}
             storage.load(averaged(pieces, stored), path, None)
     except (BrokenCheckpointError, CheckpointException) as error:
-        why = storage.cause_line(storage.first_cause(error))
+        why = storage.cause_line(_first_cause(error))
         raise ConfigError(f"{path} cannot be used: {why}; give another checkpoint") from error
     if dtype:
         kind = getattr(torch, dtype)
@@ -426,12 +426,21 @@ def _write_checkpoint(
     return sum(tensor.numel() for tensor in parameters.values())
 
 
+def _first_cause(error: BaseException) -> BaseException:
+    """The error of the first failed rank if DCP raised `error`; otherwise `error` itself."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from titanlite.checkpoint.storage import first_failure
+
+    return first_failure(error)[1] if isinstance(error, CheckpointException) else error
+
+
 @contextlib.contextmanager
 def _making(out: Path) -> Iterator[Path]:
     """A name beside `out`, to write to and then rename; raises ConfigError if writing fails."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from titanlite.checkpoint.storage import cause_line, first_cause
+    from titanlite.checkpoint.storage import cause_line
 
     unfinished = out.with_name(f"{out.name}.new-{make_token()}")
     try:
@@ -439,7 +448,7 @@ def _making(out: Path) -> Iterator[Path]:
             out.parent.mkdir(parents=True)
         yield unfinished
     except (OSError, CheckpointException) as error:
-        cause = first_cause(error)
+        cause = _first_cause(error)
         if isinstance(cause, ConfigError):
             raise cause from error
         raise ConfigError(f"--out: writing {out} failed: {cause_line(cause)}") from error

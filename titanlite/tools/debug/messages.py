@@ -48,7 +48,7 @@ def _on_rank(place: Place, resolved: ResolvedJob, step: int) -> list[record.Even
         if not isinstance(exchange.listener, StepListener):
             exchange.listener = StepListener(world.size)
         listener = exchange.listener
-        with world.patched(listener.naming), listener.recording(job):
+        with world.watch.patched(listener.naming), listener.recording(job):
             job.step(step)
         return listener.events[world.rank]
 

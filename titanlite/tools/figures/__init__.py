@@ -1,6 +1,7 @@
 """Drawings for the tools, from plain values, without a Job or ranks.
 
-schedule_svg.py schedule_png.py schedule_text.py   a timeline, which
+timeline.py   what ran when, of a schedule, simulated or measured
+schedule_svg.py schedule_png.py schedule_text.py   draw a timeline, which
                schedule_layout.py lays out; palette.py: the colours
 messages.py  the messages between ranks, as SVG and as a page to step through
 canvas.py    the shapes of messages.py

@@ -5,7 +5,11 @@ Where the text of a cell is its stage, the hue is that of the microbatch (`fill`
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
+from typing import TextIO
+
+from titanlite.observe.terminal import is_terminal
 
 PHASES = {
     "F": ("#9ecae1", "#c6dbef"),
@@ -48,6 +52,11 @@ LANES = {
     "REDUCE": "#d55e00",
     "EXCHANGE": "#cc79a7",
 }
+
+
+def uses_color(stream: TextIO) -> bool:
+    """Whether colours may be written to `stream`: a terminal, and no NO_COLOR."""
+    return is_terminal(stream) and "NO_COLOR" not in os.environ
 
 
 @lru_cache(maxsize=16_384)

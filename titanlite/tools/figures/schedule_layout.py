@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from titanlite.schedule.timeline import NAMES, WORK, Span, Timeline
+from titanlite.schedule.walk import WORK, Span
 from titanlite.tools.figures import palette
 from titanlite.tools.figures.canvas import RANKS
+from titanlite.tools.figures.timeline import NAMES, Timeline
 
 WIDTH = 850.0  # of a picture for a page of text, whose texts are read at this width
 _CURVES_HEIGHT = 90

@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib import get_data_path
 from PIL import Image, ImageDraw, ImageFont
 
-from titanlite.schedule.timeline import Timeline
 from titanlite.tools.figures.schedule_layout import Box, Canvas, Label, SpanBox, Text, marks
+from titanlite.tools.figures.timeline import Timeline
 
 LABELLED_PIXELS = 12
 """A cell of this width and height has its label; a smaller one if it fits in _READABLE pixels."""

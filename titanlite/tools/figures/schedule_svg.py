@@ -10,7 +10,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from titanlite.schedule.timeline import WORK, Timeline
+from titanlite.schedule.walk import WORK
 from titanlite.tools.figures.page_file import FOLDER, make_page
 from titanlite.tools.figures.palette import STYLE
 from titanlite.tools.figures.schedule_layout import (
@@ -25,6 +25,7 @@ from titanlite.tools.figures.schedule_layout import (
     cells,
     marks,
 )
+from titanlite.tools.figures.timeline import Timeline
 
 _FONT = "font-family='DejaVu Sans, Verdana, sans-serif'"
 _MOST_CELLS_WITH_HOVER = 4000  # beyond that, cells of one colour are drawn as one path

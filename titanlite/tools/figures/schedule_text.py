@@ -8,9 +8,11 @@ import textwrap
 from bisect import bisect_right
 from itertools import groupby
 
-from titanlite.observe.terminal import terminal_width, uses_color
-from titanlite.schedule.timeline import WORK, Span, Timeline
+from titanlite.observe.terminal import terminal_width
+from titanlite.schedule.walk import WORK, Span
 from titanlite.tools.figures import palette
+from titanlite.tools.figures.palette import uses_color
+from titanlite.tools.figures.timeline import Timeline
 
 
 def draw_text(timeline: Timeline, width: int | None = None, color: bool | None = None) -> str:

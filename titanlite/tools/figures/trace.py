@@ -2,7 +2,8 @@
 
 import json
 
-from titanlite.schedule.timeline import LANES, NAMES, Span, Timeline
+from titanlite.schedule.walk import Span
+from titanlite.tools.figures.timeline import LANES, NAMES, Timeline
 
 
 def make_trace(timeline: Timeline) -> str:

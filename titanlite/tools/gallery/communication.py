@@ -25,7 +25,8 @@ from torch._C._profiler import (
 )
 
 from titanlite.ranks.settings import environment
-from titanlite.schedule.timeline import EXCHANGE, GATHER, RECEIVE, REDUCE, SEND_TO, Span
+from titanlite.schedule.walk import Span
+from titanlite.tools.figures.timeline import EXCHANGE, GATHER, RECEIVE, REDUCE, SEND_TO
 
 BACKENDS = ("gloo:", "nccl:")
 # (Part of a range's name, its kind); the first match counts.

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from titanlite.job import Job
-from titanlite.schedule import Span, Timeline
+from titanlite.schedule import Span
 from titanlite.schedule.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
-from titanlite.schedule.timeline import activation_curves
 from titanlite.tools.figures.schedule_svg import draw_svg
+from titanlite.tools.figures.timeline import Timeline, activation_curves
 from titanlite.tools.figures.trace import make_trace
 from titanlite.tools.gallery.communication import recording_communication
 

@@ -16,16 +16,17 @@ from titanlite.config import ResolvedJob, resolve_job
 from titanlite.config.load import override
 from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show
-from titanlite.errors import ConfigError, TraceError
+from titanlite.errors import ConfigError
 from titanlite.parallelize.float8.spec import FLOAT8, SECTION
-from titanlite.quantities import format_bytes, format_seconds
+from titanlite.quantities import format_bytes
 from titanlite.tools.planner import space
-from titanlite.tools.planner.composition import offloads, uses_fsdp
+from titanlite.tools.planner.composition import TraceError, offloads, uses_fsdp
 from titanlite.tools.planner.cost import MEMORY_BOUND, PRODUCT
 from titanlite.tools.planner.evaluate import MARGIN
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.planning import LOW, PIECES, Advice, JobPlan, plan_job
 from titanlite.tools.planner.space import Changes
+from titanlite.tools.simulate.quantity import format_seconds
 
 MOST = 3
 MOST_TRACED = 5

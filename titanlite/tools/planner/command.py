@@ -11,13 +11,14 @@ from pathlib import Path
 from titanlite.config import ResolvedJob, resolve_job
 from titanlite.config.load import override, read_job
 from titanlite.errors import ConfigError
-from titanlite.observe.first_screen import render_screen
-from titanlite.observe.run_facts import job_facts
-from titanlite.observe.terminal import say, tell, telling, terminal_width, uses_color
-from titanlite.schedule import Timeline
+from titanlite.observe.first_screen import Fact, render_screen
+from titanlite.observe.run_facts import run_facts
+from titanlite.observe.terminal import tell, telling, terminal_width
 from titanlite.tools.figures.mesh_drawing import draw_mesh
+from titanlite.tools.figures.palette import uses_color
+from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.figures.trace import make_trace
-from titanlite.tools.options import Parser, positive, write
+from titanlite.tools.options import Parser, positive, say, write
 from titanlite.tools.planner.advice import advise
 from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.hardware import Hardware, known_hardware, load_hardware
@@ -29,6 +30,8 @@ from titanlite.tools.planner.space import KEPT_TRAINING
 from titanlite.tools.planner.spans import draw_schedules, make_timeline, read_trace, step_spans
 
 PUBLISHED = "configs/plan/published/rows.toml"
+# The facts of a job that depend on neither the machine nor the data.
+OF_A_PLAN = ("model", "sequence", "dtype", "batch", "optimizer", "learning rate")
 OF_ROWS = ("published", "json")
 
 
@@ -196,7 +199,9 @@ def _first_screen(resolved: ResolvedJob, plan: JobPlan) -> str:
         from titanlite.tools.planner.trace import count_parameters
 
         num_parameters = count_parameters(resolved)
-    facts = job_facts(resolved, num_parameters)
+    device, folder = Fact("device", ""), Path()
+    facts = run_facts(resolved, device, "", None, num_parameters=num_parameters, folder=folder)
+    facts = [fact for fact in facts if fact.name in OF_A_PLAN]
     title = resolved.config.job.description
     applied = plan.applied or load_applied(resolved)
     return render_screen(title, facts, applied, draw_mesh(plan.dims), stream=sys.stdout)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from titanlite.config import ResolvedJob, resolve_job
 from titanlite.config.load import override
 from titanlite.config.model import num_experts
+from titanlite.errors import TitanliteError
 from titanlite.mesh.parallel_dims import ParallelDims, expert_shard_dim
 from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Site, Wait
@@ -22,6 +23,10 @@ ON_OTHER_STREAMS = ("gradients", "communication buffers")
 TOKENS = "tokens"
 """In pieces, the axes over which the tokens of a microbatch are spread: those of data parallelism,
 which are others in a composed job."""
+
+
+class TraceError(TitanliteError):
+    """A job cannot be traced: its model's own code fails on tensors without values."""
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from titanlite.config.draft import Draft
 from titanlite.config.load import override
 from titanlite.config.model import resolve_model
 from titanlite.config.resolve import finish
-from titanlite.errors import ConfigError, TraceError
+from titanlite.errors import ConfigError
 from titanlite.tools.planner.bounds import Bounds, Floor, Frontier
 from titanlite.tools.planner.cache import load_pieces
 from titanlite.tools.planner.compose import compose, peaks
-from titanlite.tools.planner.composition import Pieces, smaller, uses_fsdp
+from titanlite.tools.planner.composition import Pieces, TraceError, smaller, uses_fsdp
 from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.predict import predict

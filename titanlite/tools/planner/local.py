@@ -9,7 +9,9 @@ from __future__ import annotations
 import sys
 
 from titanlite.config import Reading, ResolvedJob, resolve_job
-from titanlite.observe.terminal import say, telling, terminal_width, uses_color
+from titanlite.observe.terminal import telling, terminal_width
+from titanlite.tools.figures.palette import uses_color
+from titanlite.tools.options import say
 
 # A composed plan can exceed the real peak by this share; compiled blocks keep even less.
 PLAN_ERROR = 0.25

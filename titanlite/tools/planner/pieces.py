@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite.config import ResolvedJob, override, resolve_job
-from titanlite.errors import TitanliteError, TraceError
+from titanlite.errors import TitanliteError
 from titanlite.job import Job
 from titanlite.modules.experts import expert_layers
 from titanlite.modules.names import canonical_name
@@ -36,6 +36,7 @@ from titanlite.tools.planner.composition import (
     ModelPart,
     Pieces,
     Segment,
+    TraceError,
     Weight,
     representatives,
     segment_of,

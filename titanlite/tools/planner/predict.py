@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError
-from titanlite.schedule import Span, Timeline, clock
+from titanlite.schedule import Span, clock
 from titanlite.schedule.actions import (
     BACKWARD_INPUT,
     FORWARD,
@@ -28,6 +28,7 @@ from titanlite.schedule.actions import (
     SEND_F,
     UNSHARD,
 )
+from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.planner.compose import END, START, Composition, Done
 from titanlite.tools.planner.composition import Pieces, Segment
 from titanlite.tools.planner.cost import Cost

@@ -8,14 +8,22 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from titanlite.mesh.parallel_dims import EXPERT_SHARDS, mesh_dims
-from titanlite.quantities import format_bytes, format_count, format_seconds
-from titanlite.schedule import Timeline
+from titanlite.mesh.parallel_dims import EXPERT_SHARDS
+from titanlite.quantities import format_bytes, format_count
 from titanlite.tools.figures.schedule_text import draw_text
+from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.planner.cost import ATTENTION, MEMORY_BOUND, ON_HOST, OPTIMIZER, PRODUCT
 from titanlite.tools.planner.events import CATEGORIES, HOST_LINK, Peak
 from titanlite.tools.planner.planning import JobPlan, RankPlan
-from titanlite.tools.planner.timing import AXIS_NAMES, HOST, PHASE_NAMES, SegmentTime, StepTime
+from titanlite.tools.planner.timing import (
+    AXIS_NAMES,
+    HOST,
+    PHASE_NAMES,
+    SegmentTime,
+    StepTime,
+    mesh_dims,
+)
+from titanlite.tools.simulate.quantity import format_seconds
 from titanlite.tools.tables import beside
 
 T = TypeVar("T")

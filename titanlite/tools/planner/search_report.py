@@ -18,12 +18,13 @@ from titanlite.config.toml import show, show_name
 from titanlite.errors import ConfigError
 from titanlite.observe.terminal import folded, is_terminal, terminal_width
 from titanlite.parallelize.float8.spec import FLOAT8
-from titanlite.quantities import format_bytes, format_count, format_seconds
+from titanlite.quantities import format_bytes, format_count
 from titanlite.tools.options import counting_bar
 from titanlite.tools.planner.evaluate import FoundPlan
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.search import SearchResult, search
 from titanlite.tools.planner.space import CHANGED, CP, GLOBAL_BATCH, Space, describe, value_of
+from titanlite.tools.simulate.quantity import format_seconds
 
 TOLD_EVERY_SECONDS = 30.0
 PLAN_COLUMN, LEAST_PLAN = 51, 28

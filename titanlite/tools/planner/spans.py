@@ -14,10 +14,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.quantities import format_seconds
-from titanlite.schedule import Span, Timeline
+from titanlite.schedule import Span
 from titanlite.schedule.actions import COMPUTE_KINDS, SEND_B, SEND_F
-from titanlite.schedule.timeline import (
+from titanlite.schedule.walk import WORK
+from titanlite.tools.figures.schedule_svg import draw_svg
+from titanlite.tools.figures.timeline import (
     EXCHANGE,
     GATHER,
     LANES,
@@ -25,9 +26,8 @@ from titanlite.schedule.timeline import (
     RECEIVE,
     REDUCE,
     SEND_TO,
-    WORK,
+    Timeline,
 )
-from titanlite.tools.figures.schedule_svg import draw_svg
 from titanlite.tools.figures.trace import lane_name
 from titanlite.tools.planner.compose import END, START
 from titanlite.tools.planner.composition import Segment, named
@@ -36,6 +36,7 @@ from titanlite.tools.planner.events import Event, Operator
 from titanlite.tools.planner.planning import JobPlan
 from titanlite.tools.planner.predict import Ran
 from titanlite.tools.planner.timing import prepare, program
+from titanlite.tools.simulate.quantity import format_seconds
 from titanlite.tools.simulate.streams import MAIN, run_streams
 
 MOST_SPANS = 20_000

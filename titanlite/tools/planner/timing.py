@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from titanlite.mesh.parallel_dims import EXPERT_SHARDS, mesh_dims
+from titanlite.mesh.parallel_dims import EXPERT_SHARDS, TABLE, Axis, flattened
 from titanlite.tools.planner.cost import ATTENTION, ON_HOST, PRODUCT, Cost
 from titanlite.tools.planner.events import (
     FROM_RANK_TO_RANK,
@@ -313,6 +313,17 @@ PHASE_NAMES = {
     "optimizer": "the optimizer step",
     "other": "the step",
 }
+
+
+def mesh_dims() -> dict[str, Axis]:
+    """Every mesh dimension that communicates by itself, and the axis that it is shown as.
+
+    The innermost is the first. Flattened axes are shown as the first of them; efsdp is left out.
+    """
+    rows = {axis.name: axis for axis in reversed(TABLE)}
+    return rows | {name: rows[axes[0]] for name, axes in flattened().items()}
+
+
 AXIS_NAMES = {
     **{dim: axis.label for dim, axis in mesh_dims().items()},
     EXPERT_SHARDS: "the experts' FSDP",

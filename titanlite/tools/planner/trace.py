@@ -84,8 +84,10 @@ def trace_job(
                     recorder.note(_local([*part.parameters(), *part.buffers()]))
                 _make_optimizer_state(job)
             if (average := job.trainer.average) is not None:
-                for step in average.first_steps:
-                    average.update(step)
+                # After these steps, all that it keeps is there.
+                kept = resolved.config.weight_averaging
+                for number in range(max(1, len(average.keys) - 1)):
+                    average.update(kept.start_step + kept.freq * number)
         return job, _record_step(job, recorder, mode)
 
 

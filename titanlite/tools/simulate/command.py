@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.observe.terminal import terminal_width
-from titanlite.schedule.timeline import Timeline
 from titanlite.tools.figures.schedule_text import draw_text
+from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.figures.trace import make_trace
 from titanlite.tools.options import whole, write
 from titanlite.tools.simulate.costs import Costs

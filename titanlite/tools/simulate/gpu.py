@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from titanlite.ranks.turns import Happening, Turns
-from titanlite.schedule.timeline import REDUCE, Span, Timeline
+from titanlite.schedule.walk import Span
+from titanlite.tools.figures.timeline import REDUCE, Timeline
 from titanlite.tools.simulate.exact import Exact, Number, exact
 from titanlite.tools.simulate.network import Link, Network
 from titanlite.tools.simulate.work import SimulationError

@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from titanlite.schedule.timeline import Timeline
+from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.options import Parser as OptionParser
 from titanlite.tools.options import choice, require_writable, whole, write
 from titanlite.tools.simulate.quantity import BYTES, SECONDS, Quantity

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from titanlite.quantities import format_bytes, format_count, format_seconds
+from titanlite.quantities import format_bytes, format_count, three_figures
 
 SECONDS = {"s": Fraction(1), "ms": Fraction(1, 10**3), "us": Fraction(1, 10**6)}
 SECONDS["ns"] = Fraction(1, 10**9)
@@ -30,6 +30,14 @@ class Quantity(NamedTuple):
 
     def __float__(self) -> float:
         return float(self.value)
+
+
+def format_seconds(seconds: float) -> str:
+    """A short time with its unit: 0.00123 -> "1.23 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * size:
+            return f"{three_figures(seconds / size)} {unit}"
+    return f"{three_figures(seconds / 1e-6)} us"
 
 
 def show_time(value: float | Fraction, unit: str) -> str:

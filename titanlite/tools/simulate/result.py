@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from titanlite.schedule.timeline import Span, Timeline, activation_curves
+from titanlite.schedule.walk import Span
+from titanlite.tools.figures.timeline import Timeline, activation_curves
 from titanlite.tools.simulate.engine import Extra
 from titanlite.tools.simulate.exact import Exact, Time
 from titanlite.tools.simulate.memory import Memory, held_inputs

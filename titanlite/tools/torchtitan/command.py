@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from titanlite.observe.terminal import say, tell, telling, terminal_width, uses_color
-from titanlite.tools.options import write
+from titanlite.observe.terminal import tell, telling, terminal_width
+from titanlite.tools.figures.palette import uses_color
+from titanlite.tools.options import say, write
 from titanlite.tools.torchtitan.options import DEBUG_FLAGS, OF_DEBUG, OF_PLAN, PREFIX, parse
 from titanlite.tools.verify.command import conclude, require_files
 

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 
 from titanlite.errors import ConfigError, TitanliteError
-from titanlite.mesh.parallel_dims import EXPERT_SHARDS, ParallelDims, axes_of, axes_where, mesh_dims
+from titanlite.mesh.parallel_dims import EXPERT_SHARDS, ParallelDims, axes_of, axes_where
 from titanlite.ranks.settings import ignore_warnings, own_settings
-from titanlite.schedule import Timeline
+from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.planner.compose import END, Composition
 from titanlite.tools.planner.composition import representatives
 from titanlite.tools.planner.cost import Cost
@@ -35,7 +35,7 @@ from titanlite.tools.planner.predict import WAIT_FOR_SENDS, Prediction, run_comp
 from titanlite.tools.planner.recorder import StepRecorder
 from titanlite.tools.planner.scratch import CUDA, num_bytes
 from titanlite.tools.planner.segments import Shared
-from titanlite.tools.planner.timing import step_time, time_events
+from titanlite.tools.planner.timing import mesh_dims, step_time, time_events
 from titanlite.tools.planner.trace import frozen_objects, record_step
 from titanlite.tools.torchtitan.job import OWN_DTYPE, Plan, TitanJob, kernels_of
 from titanlite.tools.torchtitan.options import Options

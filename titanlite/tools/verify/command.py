@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
 from titanlite.errors import ConfigError, TitanliteError
-from titanlite.observe.terminal import say, telling
+from titanlite.observe.terminal import telling
 from titanlite.parallelize.float8.spec import Float8Section
 from titanlite.ranks.launch import choose_device
 from titanlite.ranks.machine import check_local_ranks, needs_threads
 from titanlite.start import check_start
-from titanlite.tools.options import choice, positive, require_writable, split_options, write
+from titanlite.tools.options import choice, positive, require_writable, say, split_options, write
 from titanlite.tools.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stable
 from titanlite.tools.verify.junit import Case, to_junit
 from titanlite.tools.verify.sensitivity import SENSITIVITY

@@ -168,7 +168,10 @@ def trace_plan(
 
     `names` are the gradients that differ. Every rank of the world must call this.
     """
-    with world.patched(patch), _at_step(world, resolved, step, folder) as (job, batches):
+    with (
+        world.watch.patched(patch or contextlib.nullcontext),
+        _at_step(world, resolved, step, folder) as (job, batches),
+    ):
         if evaluates:
             job.trainer.step(batches)
             batches = list(itertools.islice(job.validation_batches(), 1))

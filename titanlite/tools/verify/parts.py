@@ -20,6 +20,7 @@ from titanlite.modules.names import unwrapped_name
 from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.events import Events, recorded
 from titanlite.tools.verify.record import first_call
+from titanlite.tools.verify.sequences import held_positions
 from titanlite.tools.verify.tracing import TOLERANCES, Compared, Select, in_all
 
 Labels = tuple[int | None, ...]
@@ -76,7 +77,7 @@ class ExpectedPart:
 
     def compare(self, calls: list[Tensor], whole: Tensor, labels: Labels) -> Compared:
         """Compare a tensor, in the order of its calls, with `whole`, the reference's."""
-        held = self.job.held_positions
+        held = held_positions(self.job)
         selects = [self.select(i, call, len(calls), labels) for i, call in enumerate(calls)]
         parts = [select(whole) for select in selects]
         tolerance = tolerance_of(calls[0])
@@ -106,7 +107,7 @@ class ExpectedPart:
         rows = self._rows(index, num_calls)
 
         def part(whole: Tensor) -> Tensor:
-            found = self._part(call, whole, labels, rows, self.job.held_positions)
+            found = self._part(call, whole, labels, rows, held_positions(self.job))
             return torch.zeros(0) if found is None else found
 
         return part
@@ -120,7 +121,7 @@ class ExpectedPart:
         """
         first, size = self._rows(0, 1).start, call.size(labels[0])
         rows = range(first + index * size, first + (index + 1) * size)
-        return self._part(call, whole, labels, rows, self.job.held_positions)
+        return self._part(call, whole, labels, rows, held_positions(self.job))
 
     def _rows(self, index: int, num_calls: int) -> range:
         """The sequences of a call, numbered as in the reference's batch."""
@@ -164,7 +165,7 @@ class ExpectedPart:
         self, call: Tensor, whole: Tensor, labels: Labels, rows: range, tolerance: float
     ) -> str:
         """The tokens or positions for which the output would be correct; "" if there are none."""
-        job, n = self.job, len(self.job.held_positions)
+        job, n = self.job, len(held_positions(self.job))
         candidates = {
             f"the tokens of cp rank {rank}": job.layout.positions(rank, job.resolved.seq_len)
             for rank in range(job.dims.cp)

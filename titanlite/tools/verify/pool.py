@@ -105,7 +105,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     def dismiss(self) -> None:
         """Let the processes end; `close` waits for them."""
         if self._ranks is not None:
-            self._ranks.dismiss()
+            for rank in range(self.num_ranks):
+                self._ranks.send(rank, b"")
 
     def close(self, *, now: bool = False) -> None:
         """End the processes: at once with `now`, else after each has left its process group."""
@@ -225,6 +226,8 @@ def _serve(place: Place, connection: Connection, device_type: str) -> None:
             try:
                 message = connection.recv_bytes()
             except EOFError:
+                return
+            if not message:
                 return
             function, args, kwargs = pickles.loads(message)
             connection.send(("message", pickles.dumps(load(function)(world, *args, **kwargs))))

@@ -96,7 +96,7 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
     """
     calls_before = {call.group: call.number for call in recorded_calls()}
     steps, section = run.steps, run.job.config.validation
-    with world.patched(run.patch), open_job(world, run.job) as job:
+    with world.watch.patched(run.patch or contextlib.nullcontext), open_job(world, run.job) as job:
         start = load(folder, 0)
         draw_zero_parameters(job, start["drawn"])
         subject = subject_of(job)
@@ -238,7 +238,7 @@ def _validate(
 def check_formats(world: World, resolved: ResolvedJob, patch: Patch | None) -> tuple[str, ...]:
     """One step in the job's own number formats: sentences about tensors in other formats."""
     calls_before = {call.group: call.number for call in recorded_calls()}
-    with world.patched(patch), open_job(world, resolved) as job:
+    with world.watch.patched(patch or contextlib.nullcontext), open_job(world, resolved) as job:
         job.trainer.step(job.draw())
         return (*formulas.wrong_formats(job), *formulas.wrong_reductions(job, calls_before))
 

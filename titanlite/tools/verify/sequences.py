@@ -13,6 +13,14 @@ from titanlite.modules.batch import Batch, join
 from titanlite.tools.verify.jobs import Microbatches
 
 
+def held_positions(job: Job) -> Tensor:
+    """The positions in a sequence of this rank's tokens, int64 [T]."""
+    seq_len = job.resolved.seq_len
+    if not job.dims.cp_enabled:
+        return torch.arange(seq_len)
+    return job.layout.positions(job.dims.token_rank(job.world.rank), seq_len)
+
+
 def leave_out_targets(
     job: Job, batches: list[Batch], known: Mapping[str, Tensor] | None = None
 ) -> list[Batch]:
@@ -23,7 +31,7 @@ def leave_out_targets(
     differs from the mean. A sequence's index i is found by comparison with `known`, the fields of
     the reference's batch; without `known`, it follows from the order.
     """
-    held, seq_len = job.held_positions, job.resolved.seq_len
+    held, seq_len = held_positions(job), job.resolved.seq_len
     own = sum(batch.num_sequences for batch in batches)
     first, total = _first_sequence(job, own), own * job.dims.dp
     left = []
@@ -78,7 +86,7 @@ def sequences_of(job: Job, own: Batch, known: Mapping[str, Tensor], first: int) 
 def _held(job: Job, own: Batch, known: Mapping[str, Tensor], name: str) -> Tensor:
     """A field of the reference's batch, at the positions of a sequence that this rank holds."""
     dim = own.dims[name].sequence
-    return known[name] if dim is None else known[name].index_select(dim, job.held_positions)
+    return known[name] if dim is None else known[name].index_select(dim, held_positions(job))
 
 
 def _first_sequence(job: Job, own: int) -> int:

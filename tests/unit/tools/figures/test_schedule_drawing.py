@@ -10,11 +10,12 @@ import browser
 import pytest
 from PIL import Image, ImageColor
 
-from titanlite.schedule import Span, Timeline, make_schedule, walk
+from titanlite.schedule import Span, make_schedule
 from titanlite.tools.figures.schedule_layout import Canvas, SpanBox, cells
 from titanlite.tools.figures.schedule_png import draw_png
 from titanlite.tools.figures.schedule_svg import draw_html, draw_svg
 from titanlite.tools.figures.schedule_text import draw_text
+from titanlite.tools.figures.timeline import Timeline, walk
 from titanlite.tools.figures.trace import make_trace
 from titanlite.tools.planner.spans import read_trace
 from titanlite.tools.simulate import Costs, Link, Network

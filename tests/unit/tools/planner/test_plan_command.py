@@ -13,7 +13,7 @@ import pytest
 from titanlite import cli
 from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.schedule import make_schedule
-from titanlite.schedule.walk import walk
+from titanlite.tools.figures.timeline import walk
 from titanlite.tools.figures.trace import make_trace
 from titanlite.tools.planner.advice import advise
 from titanlite.tools.planner.cache import load_applied

@@ -8,10 +8,10 @@ import pytest
 
 from titanlite.config import JobConfig, ResolvedJob, parse_args, resolve_job
 from titanlite.config.load import override
-from titanlite.errors import TraceError
 from titanlite.tools.planner import pieces
 from titanlite.tools.planner.cache import folder, known_pieces, load_applied, load_pieces
 from titanlite.tools.planner.compose import Composition, compose
+from titanlite.tools.planner.composition import TraceError
 from titanlite.tools.planner.events import Trace
 from titanlite.tools.planner.pieces import trace_pieces
 from titanlite.tools.planner.planning import PIECES, plan_job, plannable

@@ -12,11 +12,10 @@ import pytest
 from titanlite import cli
 from titanlite.config import parse_args, resolve_job
 from titanlite.config.load import override
-from titanlite.errors import TraceError
 from titanlite.tools.planner import evaluate, search_report
 from titanlite.tools.planner.bounds import Floor, Frontier
 from titanlite.tools.planner.cache import key_of
-from titanlite.tools.planner.composition import smaller
+from titanlite.tools.planner.composition import TraceError, smaller
 from titanlite.tools.planner.evaluate import DOES_NOT_FIT, Evaluator, FailedPlan, FoundPlan, Result
 from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.planner.pieces import trace_pieces

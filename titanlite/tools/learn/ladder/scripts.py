@@ -13,7 +13,7 @@ from math import prod
 
 from titanlite.errors import suggest
 from titanlite.mesh.parallel_dims import Grid
-from titanlite.schedule.timeline import Span
+from titanlite.schedule.walk import Span
 from titanlite.tools.figures.schedule_text import draw_text
 from titanlite.tools.learn.ladder.command import FILES, add_arguments, make_network, make_workload
 from titanlite.tools.learn.ladder.rungs import (

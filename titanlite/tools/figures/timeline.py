@@ -1,27 +1,15 @@
 """Timeline: what ran when. Every picture is drawn from this one structure.
 
 A `Timeline` comes from a schedule (`walk`), from a simulation, or from the measured times of a
-real run. tools/figures draws it, and exports it as a trace; neither depends on where it came from.
+real run. The other modules draw it, and export it as a trace, wherever it came from.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
-
-class Span(NamedTuple):
-    """`kind` ran on `row` from `start` to `end`, for `stage` and `microbatch` (may be None)."""
-
-    row: int
-    start: float
-    end: float
-    kind: str
-    stage: int | None = None
-    microbatch: int | None = None
-
-
-WORK = frozenset("FBIW")  # the kinds that compute; the others move data
+from titanlite.schedule.actions import Action, Schedule
+from titanlite.schedule.walk import WORK, Span, bubbles, in_steps, run_schedule
 
 # What a real rank communicates beside its work, of which several go on at once: a lane each.
 SEND_TO, RECEIVE, GATHER, REDUCE, EXCHANGE = "SEND_TO", "RECEIVE", "GATHER", "REDUCE", "EXCHANGE"
@@ -123,14 +111,17 @@ class Timeline:
 
     def bubbles(self) -> list[float]:
         """The bubble fraction of each row: its idle share of the time from `start` to `end`."""
-        whole = self.end - self.start
-        busy = [0.0] * len(self.rows)
-        reached = [self.start] * len(self.rows)
-        for span in sorted(self.spans, key=lambda span: span.start):
-            if span.kind in WORK:
-                busy[span.row] += max(0, span.end - max(reached[span.row], span.start))
-                reached[span.row] = max(reached[span.row], span.end)
-        return [1 - time / whole if whole else 0.0 for time in busy]
+        return bubbles(len(self.rows), self.spans)
+
+
+def walk(schedule: Schedule, duration: Callable[[int, Action], float] = in_steps) -> Timeline:
+    """The times of a schedule's compute actions, as `run_schedule` finds them, for drawing."""
+    spans = run_schedule(schedule, duration)
+    rows = [f"rank {rank}" for rank in range(schedule.num_ranks)]
+    curves = activation_curves(rows, spans)
+    return Timeline(
+        schedule.name, rows, spans, curves=curves, curves_label="activations held, by rank"
+    )
 
 
 def activation_curves(
