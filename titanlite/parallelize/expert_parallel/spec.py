@@ -66,8 +66,9 @@ def _expert_parallel(job: Draft) -> Iterator[str]:
 @reads(MODEL, "debug.moe_force_load_balance")
 def _forced_balance(job: Draft) -> Iterator[str]:
     """debug.moe_force_load_balance needs a model with experts and titanlite's router."""
-    is_routed = job.num_experts and job.config.model.name != "hf"
-    if job.config.debug.moe_force_load_balance and not is_routed:
+    if not job.config.debug.moe_force_load_balance:
+        return
+    if job.config.model.name == "hf" or not job.num_experts:
         yield (
             "debug.moe_force_load_balance: the model has no router of titanlite; remove this key"
         )
