@@ -72,7 +72,7 @@ def test_commands_of_the_job_say_what_the_page_tells(tmp_path):
     verified = run("titanlite verify configs/fsdp4.toml --shrink --steps=2")
     assert re.search(r"^AGREES: max difference ", verified, flags=re.MULTILINE)
     planned = run("titanlite plan configs/fsdp4.toml --hardware=h100")
-    peak = re.search(r"memory\s+(\S+ MiB) of", planned)[1]
+    peak = re.search(r"memory\s+(\S+ MiB) \(", planned)[1]
     assert f"{peak} of GPU memory at the peak" in PAGE
     lab = run("titanlite lab zero")
     for line in re.findall(r"^(?:data parallel|ZeRO \d).*$", lab, flags=re.MULTILINE):
