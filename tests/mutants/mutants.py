@@ -5,6 +5,8 @@ verify's diagnosis, which must name the module or axis and the kind of error. Th
 the plan and its reference.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from harness import Edit, Mutant
@@ -63,18 +65,20 @@ FULL, OPERATORS = (
 )
 
 
-def mutant(
-    name: str,
-    kind: str,
-    job: Sections,
-    says: str,
-    file: str,
-    *edits: tuple[str, str],
-    steps: int = 3,
-    options: tuple[str, ...] = (),
-) -> Mutant:
-    changes = tuple(Edit(file, old, new) for old, new in edits)
-    return Mutant(name, kind, changes, job, says, steps, options)
+def mutants(
+    kind: str, job: Sections, file: str, *, steps: int = 3, options: tuple[str, ...] = ()
+) -> Callable[..., list[Mutant]]:
+    """Of edits of one file that one job exposes: (name, says, old text, new text, ...) each."""
+
+    def made(*entries: tuple[str, ...]) -> list[Mutant]:
+        found = []
+        for name, says, *texts in entries:
+            pairs = zip(texts[::2], texts[1::2], strict=True)
+            edits = tuple(Edit(file, old, new) for old, new in pairs)
+            found.append(Mutant(name, kind, edits, job, says, steps, options))
+        return found
+
+    return made
 
 
 STEP, NORM = "titanlite/training/step.py", "titanlite/training/norm.py"
@@ -167,73 +171,82 @@ SQUARED = "    return errors.where(targets != IGNORE_INDEX, 0.0).sum()\n"
 SUM_OF_WEIGHTS = (
     '    return batch["weights"].where(batch.targets != IGNORE_INDEX, 0.0).double().sum()\n'
 )
-LOSS_EDITS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
-    (
-        "weighted_cross_entropy",
-        "weights are divided by their sum on a rank",
-        r"mean over the weights or targets of the samples",
-        ((f"{WEIGHTS}, **used)", f"{WEIGHTS} / sum_of_weights(batch), **used)"),),
-    ),
-    (
-        "weighted_cross_entropy",
-        "weighted losses are divided by the number of targets",
-        r"has targets of the weight \d+\.\d+ but divides its loss by",
-        ((SUM_OF_WEIGHTS, "    return batch.count_targets()\n"),),
-    ),
-    (
-        "squared_error",
-        "squared errors have the mean of a rank",
-        r"mean over the samples",
-        ((SQUARED, SQUARED.replace("sum", "mean")),),
-    ),
-    (
-        "contrastive",
-        "gradients of embeddings are a rank's own share",
-        r"0\.5 times as large .* 1 over the degree of dp_",
-        (("return own * ctx.group.size(), None", "return own, None"),),
-    ),
-    (
-        "contrastive",
-        "embeddings are gathered without gradients",
-        r"does not depend on one\.up\.weight|no gradient of the output of the model arrives",
-        ((GATHER, GATHER.replace("tensor,", "tensor.detach(),")),),
-    ),
-    (
-        "contrastive",
-        "negatives are those of one rank",
-        r"a rank compares its samples only with its own",
+LOSS_EDITS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "weighted_cross_entropy": (
         (
-            ("for group in reversed(self._groups):", "for group in self._groups[:0]:"),
-            (f"{TOTAL} / number", TOTAL),
+            "weights are divided by their sum on a rank",
+            r"mean over the weights or targets of the samples",
+            f"{WEIGHTS}, **used)",
+            f"{WEIGHTS} / sum_of_weights(batch), **used)",
+        ),
+        (
+            "weighted losses are divided by the number of targets",
+            r"has targets of the weight \d+\.\d+ but divides its loss by",
+            SUM_OF_WEIGHTS,
+            "    return batch.count_targets()\n",
         ),
     ),
-)
+    "squared_error": (
+        (
+            "squared errors have the mean of a rank",
+            r"mean over the samples",
+            SQUARED,
+            SQUARED.replace("sum", "mean"),
+        ),
+    ),
+    "contrastive": (
+        (
+            "gradients of embeddings are a rank's own share",
+            r"0\.5 times as large .* 1 over the degree of dp_",
+            "return own * ctx.group.size(), None",
+            "return own, None",
+        ),
+        (
+            "embeddings are gathered without gradients",
+            r"does not depend on one\.up\.weight|no gradient of the output of the model arrives",
+            GATHER,
+            GATHER.replace("tensor,", "tensor.detach(),"),
+        ),
+        (
+            "negatives are those of one rank",
+            r"a rank compares its samples only with its own",
+            "for group in reversed(self._groups):",
+            "for group in self._groups[:0]:",
+            f"{TOTAL} / number",
+            TOTAL,
+        ),
+    ),
+}
 
 MUTANTS = [
     # Accumulation: also wrong on one process.
-    mutant(
-        "mean of means over the parts of a step",
-        "accumulation",
-        also(FSDP, **ACCUMULATE),
-        r"accumulation is wrong.*(mean of|wrong coefficients|times as large)",
-        STEP,
+    *mutants("accumulation", also(FSDP, **ACCUMULATE), STEP)(
         (
+            "mean of means over the parts of a step",
+            r"accumulation is wrong.*(mean of|wrong coefficients|times as large)",
             "                loss_function(call_model(self.parts[0], batch), batch).backward()",
             "                num_targets = self._count_targets([batch]) * self.count\n"
             "                loss_function(call_model(self.parts[0], batch), batch).backward()",
-        ),
-        (
             "        for index, batch in enumerate(batches):\n",
             "        self.count = len(batches)\n        for index, batch in enumerate(batches):\n",
         ),
-    ),
-    mutant(
-        "the last part of a step is forgotten",
-        "accumulation",
-        also(DDP, **ACCUMULATE),
-        r"accumulation is wrong.*microbatch",
-        STEP,
         (
+            "gradients of a step are kept for the next one",
+            r"from step 2 on|begins at step 2|accumulation is wrong|step 2",
+            "        self.scheduler.step()\n        self.optimizer.zero_grad(set_to_none=True)\n"
+            "        return lr\n\n    def _skip",
+            "        self.scheduler.step()\n"
+            "        if self.scheduler.last_epoch != 1 or not self.many:\n"
+            "            self.optimizer.zero_grad(set_to_none=True)\n"
+            "        return lr\n\n    def _skip",
+            "        for index, batch in enumerate(batches):\n",
+            "        self.many = len(batches) > 1\n        for index, batch in enumerate(batches):\n",
+        ),
+    ),
+    *mutants("accumulation", also(DDP, **ACCUMULATE), STEP)(
+        (
+            "the last part of a step is forgotten",
+            r"accumulation is wrong.*microbatch",
             "        self._require_gradients()\n",
             "            if is_last and len(batches) > 1 and self.stages is None:\n"
             "                for p, g in saved:\n                    p.grad = g\n"
@@ -241,351 +254,212 @@ MUTANTS = [
             " for p in self.parameters]\n"
             "        self._require_gradients()\n",
         ),
-    ),
-    mutant(
-        "gradients of a step are kept for the next one",
-        "accumulation",
-        also(FSDP, **ACCUMULATE),
-        r"from step 2 on|begins at step 2|accumulation is wrong|step 2",
-        STEP,
         (
-            "        self.scheduler.step()\n        self.optimizer.zero_grad(set_to_none=True)\n"
-            "        return lr\n\n    def _skip",
-            "        self.scheduler.step()\n"
-            "        if self.scheduler.last_epoch != 1 or not self.many:\n"
-            "            self.optimizer.zero_grad(set_to_none=True)\n"
-            "        return lr\n\n    def _skip",
-        ),
-        (
-            "        for index, batch in enumerate(batches):\n",
-            "        self.many = len(batches) > 1\n        for index, batch in enumerate(batches):\n",
-        ),
-    ),
-    mutant(
-        "gradients are exchanged with every part, and with those before once more",
-        "accumulation",
-        also(DDP, **ACCUMULATE),
-        r"wrong coefficients|times as large",
-        STEP,
-        (
+            "gradients are exchanged with every part, and with those before once more",
+            r"wrong coefficients|times as large",
             "                self._set_replica_sync(enabled=is_last)\n",
             "                self._set_replica_sync(enabled=True)\n",
         ),
     ),
     # Tensor and sequence parallelism.
-    mutant(
-        "a part of a table answers for tokens of the others",
-        "TP",
-        LLAMA3,
-        r"tok_embeddings is the first module",
-        STYLES,
-        ("            found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0)\n", ""),
-    ),
-    mutant(
-        "a row-wise output is not reduced",
-        "TP",
-        TP,
-        r"layers\.0\.(attention\.wo|attention|feed_forward)",
-        STYLES,
+    *mutants("TP", LLAMA3, STYLES)(
         (
+            "a part of a table answers for tokens of the others",
+            r"tok_embeddings is the first module",
+            "            found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0)\n",
+            "",
+        )
+    ),
+    *mutants("TP", TP, STYLES)(
+        (
+            "a row-wise output is not reduced",
+            r"layers\.0\.(attention\.wo|attention|feed_forward)",
             "            total = DTensor.from_local(partial, device_mesh, [Partial()], run_check=False)",
             "            total = DTensor.from_local(partial, device_mesh, [Replicate()],"
             " run_check=False)",
-        ),
+        )
     ),
-    mutant(
-        "the gathered input's gradient is not reduced",
-        "SP",
-        TP,
-        r"backward pass.*(attention|feed_forward|norm)",
-        STYLES,
+    *mutants("SP", TP, STYLES)(
         (
+            "the gathered input's gradient is not reduced",
+            r"backward pass.*(attention|feed_forward|norm)",
             "            return whole.to_local(grad_placements=[Partial()])",
             "            return whole.to_local(grad_placements=[Replicate()])",
         ),
-    ),
-    mutant(
-        "a norm's gradient stays each rank's own",
-        "SP",
-        TP,
-        r"norm.*tp",
-        STYLES,
         (
+            "a norm's gradient stays each rank's own",
+            r"norm.*tp",
             "            weight = _local(module.weight, Partial())\n            return F.rms_norm",
             "            weight = _local(module.weight)\n            return F.rms_norm",
         ),
-    ),
-    mutant(
-        "an embedding's gradient stays each rank's own",
-        "SP",
-        TP,
-        r"emb.*tp",
-        STYLES,
         (
+            "an embedding's gradient stays each rank's own",
+            r"emb.*tp",
             "            return F.embedding(own, _local(module.weight, Partial()),"
             " module.padding_idx)",
             "            return F.embedding(own, _local(module.weight), module.padding_idx)",
         ),
-    ),
-    mutant(
-        "every rank looks up the first stretch",
-        "SP",
-        TP,
-        r"embeddings",
-        STYLES,
         (
+            "every rank looks up the first stretch",
+            r"embeddings",
             "            own = indices.chunk(device_mesh.size(), dim=self.dim)"
             "[device_mesh.get_local_rank()]",
             "            own = indices.chunk(device_mesh.size(), dim=self.dim)[0]",
         ),
     ),
-    mutant(
-        "the output is scattered along the wrong dimension",
-        "TP",
-        TP,
-        r"wo|attention|does not run",
-        PLAN,
+    *mutants("TP", TP, PLAN)(
         (
+            "the output is scattered along the wrong dimension",
+            r"wo|attention|does not run",
             '            "layers.*.attention.wo": RowwiseLocal(scatter_dim=0),',
             '            "layers.*.attention.wo": RowwiseLocal(scatter_dim=1),',
         ),
-    ),
-    mutant(
-        "wk and wv are left out of the plan",
-        "TP",
-        TP,
-        r"attention|does not run",
-        PLAN,
         (
+            "wk and wv are left out of the plan",
+            r"attention|does not run",
             '            "layers.*.attention": GatherColwise(0, "wq", "wk", "wv"),',
             '            "layers.*.attention": GatherColwise(0, "wq"),',
         ),
-    ),
-    mutant(
-        "w1 and w3 swap their outputs",
-        "TP",
-        TP,
-        r"feed_forward",
-        PLAN,
         (
+            "w1 and w3 swap their outputs",
+            r"feed_forward",
             '            "layers.*.feed_forward": GatherColwise(0, "w1", "w3"),',
             '            "layers.*.feed_forward": _Swapped(0, "w1", "w3"),',
-        ),
-        (
             "PLANS = {\n",
             "class _Swapped(GatherColwise):\n    def _apply(self, module, mesh):\n"
             "        module = super()._apply(module, mesh)\n"
             "        module.w1.forward, module.w3.forward = module.w3.forward, module.w1.forward\n"
             "        return module\n\n\nPLANS = {\n",
         ),
-    ),
-    mutant(
-        "pending sums are never made",
-        "TP",
-        TP,
-        r"still Partial|Partial.*tp",
-        NORM,
         (
-            "            if now == Partial() and wanted == Replicate():\n",
-            "            if True:\n                continue\n"
-            "            if now == Partial() and wanted == Replicate():\n",
-        ),
-    ),
-    mutant(
-        "logits are taken for whole where they are sharded",
-        "TP",
-        TP,
-        r"output|loss|does not run",
-        PLAN,
-        (
+            "logits are taken for whole where they are sharded",
+            r"output|loss|does not run",
             "                input_layouts=Shard(0), output_layouts=Shard(-1),"
             " use_local_output=False\n",
             "                input_layouts=Shard(0), output_layouts=Shard(-1),"
             " use_local_output=True\n",
         ),
+        ("the final norm is given no style", r"norm", '            "norm": NormLocal(),\n', ""),
     ),
-    mutant(
-        "the final norm is given no style",
-        "TP",
-        TP,
-        r"norm",
-        PLAN,
-        ('            "norm": NormLocal(),\n', ""),
+    *mutants("TP", TP, NORM)(
+        (
+            "pending sums are never made",
+            r"still Partial|Partial.*tp",
+            "            if now == Partial() and wanted == Replicate():\n",
+            "            if True:\n                continue\n"
+            "            if now == Partial() and wanted == Replicate():\n",
+        )
     ),
     # Context parallelism.
-    mutant(
-        "the tail half sees its own head twice",
-        "CP",
-        CP,
-        r"attention\.inner",
-        LAYOUT,
+    *mutants("CP", CP, LAYOUT)(
         (
+            "the tail half sees its own head twice",
+            r"attention\.inner",
             "            return [Tile(slice(0, n), slice(0, n // 2), False)]",
             "            return [Tile(slice(0, n), slice(0, n), False)]",
         ),
-    ),
-    mutant(
-        "keys of higher ranks are left out",
-        "CP",
-        CP,
-        r"attention\.inner",
-        LAYOUT,
-        ("        return [Tile(slice(n // 2, n), slice(0, n), False)]", "        return []"),
-    ),
-    mutant(
-        "stripes see the diagonal of the next rank",
-        "CP",
-        CP_STRIPED,
-        r"attention\.inner",
-        LAYOUT,
         (
+            "keys of higher ranks are left out",
+            r"attention\.inner",
+            "        return [Tile(slice(n // 2, n), slice(0, n), False)]",
+            "        return []",
+        ),
+    ),
+    *mutants("CP", CP_STRIPED, LAYOUT)(
+        (
+            "stripes see the diagonal of the next rank",
+            r"attention\.inner",
             "        return [Tile(slice(1, n), slice(0, n - 1), True)]",
             "        return [Tile(slice(0, n), slice(0, n), True)]",
-        ),
+        )
     ),
-    mutant(
-        "the gradient of travelled keys is dropped",
-        "CP",
-        CP4,
-        r"backward pass.*attention\.inner",
-        ROTATION,
-        ("                grad += travelled\n", "                pass\n"),
-    ),
-    mutant(
-        "the gradient that comes home is overwritten",
-        "CP",
-        CP,
-        r"backward pass.*attention\.inner",
-        ROTATION,
+    *mutants("CP", CP4, ROTATION)(
         (
+            "the gradient of travelled keys is dropped",
+            r"backward pass.*attention\.inner",
+            "                grad += travelled\n",
+            "                pass\n",
+        )
+    ),
+    *mutants("CP", CP, ROTATION)(
+        (
+            "the gradient that comes home is overwritten",
+            r"backward pass.*attention\.inner",
             "                own_grad[:, :, returned_keys] += returned",
             "                own_grad[:, :, returned_keys] = returned",
-        ),
+        )
     ),
-    mutant(
-        "the softmax's denominator forgets a block",
-        "CP",
-        CP,
-        r"backward pass.*attention\.inner",
-        RING,
+    *mutants("CP", CP, RING)(
         (
+            "the softmax's denominator forgets a block",
+            r"backward pass.*attention\.inner",
             "    lse.copy_(torch.logaddexp(lse, block_lse))",
             "    lse.copy_(torch.maximum(lse, block_lse))",
         ),
-    ),
-    mutant(
-        "blocks are averaged in place of merged",
-        "CP",
-        CP,
-        r"attention\.inner",
-        RING,
         (
+            "blocks are averaged in place of merged",
+            r"attention\.inner",
             "    share = torch.sigmoid(block_lse - lse).masked_fill_(block_lse == -torch.inf, 0)",
             "    share = torch.full_like(lse, 0.5).masked_fill_(lse == -torch.inf, 1)",
         ),
-    ),
-    mutant(
-        "the backward pass uses another scale",
-        "CP",
-        CP,
-        r"backward pass.*attention\.inner",
-        RING,
         (
+            "the backward pass uses another scale",
+            r"backward pass.*attention\.inner",
             "lse[:, :, rows],\n                Scoring(tile.causal, scale, mask",
             "lse[:, :, rows],\n                Scoring(tile.causal, scale * 1.5, mask",
         ),
     ),
-    mutant(
-        "gathered keys are one rank off",
-        "CP",
-        CP_GATHER,
-        r"attention\.inner",
-        ROTATION,
+    *mutants("CP", CP_GATHER, ROTATION)(
         (
+            "gathered keys are one rank off",
+            r"attention\.inner",
             "                yield key_rank, blocks[key_rank]",
             "                yield key_rank, blocks[rank]",
         ),
-    ),
-    mutant(
-        "gathered gradients are not summed over ranks",
-        "CP",
-        CP_GATHER,
-        r"backward pass.*attention\.inner",
-        ROTATION,
         (
+            "gathered gradients are not summed over ranks",
+            r"backward pass.*attention\.inner",
             "        _reduce_scatter(own_grad, grads.flatten(0, 1), group=self.group)\n",
             "        own_grad = grads[self.group.rank()]\n",
         ),
     ),
-    mutant(
-        "positions are not cut with the tokens",
-        "CP",
-        CP,
-        r"positions are wrong under context parallelism",
-        BATCH,
+    *mutants("CP", CP, BATCH)(
         (
+            "positions are not cut with the tokens",
+            r"positions are wrong under context parallelism",
             "        return cut\n",
             "        own = self.positions[: len(self.positions) // layout.num_ranks]\n"
             "        return cut.replace(positions=own)\n",
-        ),
+        )
     ),
-    mutant(
-        "targets are made after the sequence is cut",
-        "CP",
-        CP,
-        r"targets",
-        JOB,
+    *mutants("CP", CP, JOB)(
         (
+            "targets are made after the sequence is cut",
+            r"targets",
             "            batch = batch.shard(self.layout, self.dims.token_rank(self.world.rank))",
             "            from titanlite.modules.batch import make_targets\n\n"
             "            batch = batch.shard(self.layout, self.dims.token_rank(self.world.rank))\n"
             "            batch = batch.replace(targets=make_targets(batch.tokens))",
-        ),
+        )
     ),
-    mutant(
-        "the loss counts on one rank of cp alone",
-        "CP",
-        CP,
-        r"targets|cp|loss",
-        DIMS,
+    *mutants("CP", CP, DIMS)(
         (
+            "the loss counts on one rank of cp alone",
+            r"targets|cp|loss",
             '        same = set(axes_where(batch="same")) - set(axes_where(weights="stages"))',
             '        same = {"tp", "cp"}',
-        ),
+        )
     ),
-    mutant(
-        "a window has one key more",
-        "CP",
-        GPT_OSS_CP,
-        r"layers\.0\.self_attn\.titanlite_attention",
-        RING,
-        ("rows[:, None] - keys < window", "rows[:, None] - keys <= window"),
-    ),
-    mutant(
-        "scores are capped after they are masked",
-        "CP",
-        GEMMA2_CP,
-        r"layers\.0\.self_attn\.titanlite_attention",
-        KERNELS,
+    *mutants("CP", GPT_OSS_CP, RING)(
         (
-            "        if how.softcap is not None:\n"
-            "            scores = torch.tanh(scores / how.softcap).mul_(how.softcap)\n",
-            "",
+            "a window has one key more",
+            r"layers\.0\.self_attn\.titanlite_attention",
+            "rows[:, None] - keys < window",
+            "rows[:, None] - keys <= window",
         ),
         (
-            "~how.mask, -torch.inf)\n        return scores\n",
-            "~how.mask, -torch.inf)\n        if how.softcap is not None:\n"
-            "            scores = torch.tanh(scores / how.softcap).mul_(how.softcap)\n"
-            "        return scores\n",
-        ),
-    ),
-    mutant(
-        "the sinks count in each step of the ring",
-        "CP",
-        GPT_OSS_CP,
-        r"layers\.0\.self_attn\.titanlite_attention",
-        RING,
-        (
+            "the sinks count in each step of the ring",
+            r"layers\.0\.self_attn\.titanlite_attention",
             "    rotation.forward(_pack(k, v), visit)\n    if sinks is not None:\n"
             "        merge(out, lse, torch",
             "    rotation.forward(_pack(k, v), visit)\n"
@@ -593,919 +467,743 @@ MUTANTS = [
             "        merge(out, lse, torch",
         ),
     ),
-    # Pipeline parallelism.
-    mutant(
-        "microbatches' gradients are averaged",
-        "PP",
-        PP,
-        r"number of microbatches|microbatch",
-        PIPELINE,
-        ('            "scale_grads": False,', '            "scale_grads": True,'),
-    ),
-    mutant(
-        "the loss is that of the first microbatch's targets",
-        "PP",
-        PP,
-        r"loss|target|microbatch",
-        PIPELINE,
+    *mutants("CP", GEMMA2_CP, KERNELS)(
         (
+            "scores are capped after they are masked",
+            r"layers\.0\.self_attn\.titanlite_attention",
+            "        if how.softcap is not None:\n"
+            "            scores = torch.tanh(scores / how.softcap).mul_(how.softcap)\n",
+            "",
+            "~how.mask, -torch.inf)\n        return scores\n",
+            "~how.mask, -torch.inf)\n        if how.softcap is not None:\n"
+            "            scores = torch.tanh(scores / how.softcap).mul_(how.softcap)\n"
+            "        return scores\n",
+        )
+    ),
+    # Pipeline parallelism.
+    *mutants("PP", PP, PIPELINE)(
+        (
+            "microbatches' gradients are averaged",
+            r"number of microbatches|microbatch",
+            '            "scale_grads": False,',
+            '            "scale_grads": True,',
+        ),
+        (
+            "the loss is that of the first microbatch's targets",
+            r"loss|target|microbatch",
             "            microbatch = self._batch.rows(first, first + rows.numel())",
             "            microbatch = self._batch.rows(0, rows.numel())",
         ),
     ),
-    mutant(
-        "two stages have swapped blocks",
-        "PP",
-        PP,
-        r"layers|start|module|does not run",
-        "titanlite/config/pipeline.py",
+    *mutants("PP", PP, "titanlite/config/pipeline.py")(
         (
+            "two stages have swapped blocks",
+            r"layers|start|module|does not run",
             "    return tuple(tuple(names[a:b]) for a, b in itertools.pairwise(cuts))",
             "    parts = [list(names[a:b]) for a, b in itertools.pairwise(cuts)]\n"
             "    i, j = parts[0].index('layers.0'), parts[1].index('layers.1')\n"
             "    parts[0][i], parts[1][j] = parts[1][j], parts[0][i]\n"
             "    return tuple(map(tuple, parts))",
-        ),
+        )
     ),
-    mutant(
-        "replicas of stages exchange nothing",
-        "PP",
-        PP_DDP,
-        r"told not to reduce",
-        PIPELINE,
+    *mutants("PP", PP_DDP, PIPELINE)(
         (
+            "replicas of stages exchange nothing",
+            r"told not to reduce",
             "            stage.reduces_over_replicas = is_last",
             "            stage.reduces_over_replicas = False",
-        ),
+        )
     ),
-    mutant(
-        "the loss of a pipeline is shown on the last rank alone",
-        "PP",
-        PP,
-        r"loss",
-        STEP,
+    *mutants("PP", PP, STEP)(
         (
+            "the loss of a pipeline is shown on the last rank alone",
+            r"loss",
             "        loss = whole_sum / num_targets\n",
             "        loss = whole_sum / num_targets\n"
             "        if self.stages is not None and not loss_sum:\n            loss *= 0.5\n",
-        ),
+        )
     ),
     # Data parallelism, sharded and replicated.
-    mutant(
-        "FSDP averages",
-        "FSDP",
-        FSDP,
-        r"degree of dp_shard.*(averaged|divided)",
-        FSDP_FILE,
+    *mutants("FSDP", FSDP, FSDP_FILE)(
         (
+            "FSDP averages",
+            r"degree of dp_shard.*(averaged|divided)",
             "            module.set_gradient_divide_factor(1.0)\n",
             "            module.set_gradient_divide_factor(float(dp_mesh.size()))\n",
         ),
-    ),
-    mutant(
-        "FSDP's blocks average, the rest sums",
-        "FSDP",
-        FSDP,
-        r"layers.*(degree of dp_shard|0\.5 times)|0\.5 times.*dp_shard",
-        FSDP_FILE,
         (
+            "FSDP's blocks average, the rest sums",
+            r"layers.*(degree of dp_shard|0\.5 times)|0\.5 times.*dp_shard",
             "            module.set_gradient_divide_factor(1.0)\n",
             "            inside = module in blocks.values()\n"
             "            module.set_gradient_divide_factor(float(dp_mesh.size()) if inside else 1.0)\n",
         ),
     ),
-    mutant(
-        "DDP averages",
-        "DDP",
-        DDP,
-        r"degree of dp_replicate.*(averaged|divided)",
-        DDP_FILE,
+    *mutants("DDP", DDP, DDP_FILE)(
         (
+            "DDP averages",
+            r"degree of dp_replicate.*(averaged|divided)",
             "    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)",
             "    bucket.buffer().div_(group.size())\n"
             "    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)",
         ),
-    ),
-    mutant(
-        "DDP's last bucket is not reduced",
-        "DDP",
-        DDP,
-        r"dp_replicate|rank",
-        DDP_FILE,
         (
+            "DDP's last bucket is not reduced",
+            r"dp_replicate|rank",
             "    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)",
             "    tensor = bucket.buffer()\n"
             "    if bucket.is_last():\n        tensor = tensor.clone()\n"
             "    work = dist.all_reduce(tensor, group=group, async_op=True)",
-        ),
-        (
             "    return work.get_future().then(lambda future: future.value()[0])",
             "    return work.get_future().then(lambda future: bucket.buffer())",
         ),
     ),
-    mutant(
-        "replicas of shards never exchange",
-        "HSDP",
-        HSDP,
-        r"told not to reduce",
-        STEP,
+    *mutants("HSDP", HSDP, STEP)(
         (
+            "replicas of shards never exchange",
+            r"told not to reduce",
             "            model.set_requires_all_reduce(enabled)\n",
             "            model.set_requires_all_reduce(False)\n",
+        )
+    ),
+    *mutants("data", FSDP, SAMPLER)(
+        (
+            "ranks read the same samples",
+            r"data depend on the plan|read sequences",
+            "        first = self.state + self._dp_rank * own\n",
+            "        first = self.state\n",
+        ),
+        (
+            "the sampler moves on by a rank's part",
+            r"data depend on the plan|sequences",
+            "        self.state += global_batch_size\n",
+            "        self.state += own\n",
         ),
     ),
-    mutant(
-        "ranks read the same samples",
-        "data",
-        FSDP,
-        r"data depend on the plan|read sequences",
-        SAMPLER,
-        ("        first = self.state + self._dp_rank * own\n", "        first = self.state\n"),
-    ),
-    mutant(
-        "the sampler moves on by a rank's part",
-        "data",
-        FSDP,
-        r"data depend on the plan|sequences",
-        SAMPLER,
-        ("        self.state += global_batch_size\n", "        self.state += own\n"),
-    ),
-    mutant(
-        "the sampler moves on by another step's batch",
-        "data",
-        also(FSDP, **GROWING),
-        r"step 3 does not train on samples 24 to 39",
-        SAMPLER,
-        ("        self.state += global_batch_size\n", "        self.state += 8\n"),
-    ),
-    mutant(
-        "each step divides by the targets of the first",
-        "accumulation",
-        also(FSDP, **GROWING),
-        r"step 2 has \d+ targets but divides its loss by \d+",
-        STEP,
+    *mutants("data", also(FSDP, **GROWING), SAMPLER)(
         (
+            "the sampler moves on by another step's batch",
+            r"step 3 does not train on samples 24 to 39",
+            "        self.state += global_batch_size\n",
+            "        self.state += 8\n",
+        )
+    ),
+    *mutants("accumulation", also(FSDP, **GROWING), STEP)(
+        (
+            "each step divides by the targets of the first",
+            r"step 2 has \d+ targets but divides its loss by \d+",
             "        return (int(total) if total.is_integer() else total) or 1\n",
             "        self._count = getattr(self, '_count', total)\n        return self._count\n",
-        ),
+        )
     ),
     # Losses by name.
     *(
-        mutant(f"{name} ({plan})", "loss", also(job, **of_loss(of)), says, LOSS, *edits)
+        replace(one, name=f"{one.name} ({plan})")
         for plan, job in (("DDP", DDP), ("FSDP", FSDP))
-        for of, name, says, edits in LOSS_EDITS
+        for of, edits in LOSS_EDITS.items()
+        for one in mutants("loss", also(job, **of_loss(of)), LOSS)(*edits)
     ),
-    mutant(
-        "data shards are numbered by the wrong axis",
-        "data",
-        HSDP,
-        r"data depend on the plan",
-        DIMS,
+    *mutants("data", HSDP, DIMS)(
         (
+            "data shards are numbered by the wrong axis",
+            r"data depend on the plan",
             '        return self.place_on(axes_where(batch="samples"), rank)',
             '        return self.place_on(axes_where(batch="samples")[:1], rank)',
-        ),
+        )
     ),
     # Starting values.
-    mutant(
-        "shards are drawn by rank",
-        "start",
-        FSDP,
-        r"start",
-        INITIALIZE,
+    *mutants("start", FSDP, INITIALIZE)(
         (
+            "shards are drawn by rank",
+            r"start",
             "        local_part(parameter).copy_(shard_of(full, parameter))",
             "        local = local_part(parameter)\n"
             "        draw(name, local, generator_for(seed, name))\n"
             "        if full.shape == local.shape:\n            local.copy_(full)",
-        ),
+        )
     ),
-    mutant(
-        "one table is drawn by the process's random state",
-        "start",
-        DDP,
-        r"start with different values|start",
-        INITIALIZE,
+    *mutants("start", DDP, INITIALIZE)(
         (
+            "one table is drawn by the process's random state",
+            r"start with different values|start",
             "        draw(name, full, generator_for(seed, name))",
             '        generator = torch.default_generator if "tok_emb" in name else'
             " generator_for(seed, name)\n"
             "        draw(name, full, generator)",
-        ),
+        )
     ),
-    mutant(
-        "names with wrapper prefixes seed the draw",
-        "start",
-        also(TP, **FULL),
-        r"start",
-        INITIALIZE,
-        ("        name = canonical_name(name)\n        name", "        name"),
+    *mutants("start", also(TP, **FULL), INITIALIZE)(
+        (
+            "names with wrapper prefixes seed the draw",
+            r"start",
+            "        name = canonical_name(name)\n        name",
+            "        name",
+        )
     ),
     # Experts.
-    mutant(
-        "outputs return in the experts' order, not in that of arrival",
-        "EP",
-        EP,
-        r"layers.1.moe routes every token as one process does, .* layers.1.moe.experts differs",
-        DISPATCH,
+    *mutants("EP", EP, DISPATCH)(
         (
+            "outputs return in the experts' order, not in that of arrival",
+            r"layers.1.moe routes every token as one process does, .* layers.1.moe.experts differs",
             "        outputs = _Permute.apply(outputs, back, order)\n",
             "        outputs = _Permute.apply(outputs, order, back)\n",
         ),
-    ),
-    mutant(
-        "the gradients of the rows that an expert received are sorted the other way",
-        "EP",
-        EP,
-        r"layers\.\d\.moe\.experts.* returns? a wrong gradient|layers\.\d\.moe",
-        DISPATCH,
         (
+            "the gradients of the rows that an expert received are sorted the other way",
+            r"layers\.\d\.moe\.experts.* returns? a wrong gradient|layers\.\d\.moe",
             "        outputs = compute(_Permute.apply(own, order, back), own_counts, sizes)\n",
             "        outputs = compute(_Permute.apply(own, order, order), own_counts, sizes)\n",
         ),
     ),
-    mutant(
-        "only the last microbatch is counted",
+    *mutants(
         "EP",
         also(EP, model={"moe_sequence_loss_coeff": 0.0}, training={"local_batch_size": 2}),
-        r"tokens of each expert of layers.1.moe",
         BALANCE,
+    )(
         (
+            "only the last microbatch is counted",
+            r"tokens of each expert of layers.1.moe",
             "        self.counts = counts if self.counts is None else self.counts + counts\n",
             "        self.counts = counts\n",
-        ),
+        )
     ),
-    mutant(
-        "tokens by expert are those of one rank",
-        "EP",
-        EP,
-        r"tokens of each expert of layers.1.moe.* sum the counts",
-        BALANCER,
+    *mutants("EP", EP, BALANCER)(
         (
+            "tokens by expert are those of one rank",
+            r"tokens of each expert of layers.1.moe.* sum the counts",
             "        dist.all_reduce(self._sums)\n",
             "        own = self._sums[:-2].clone()\n        dist.all_reduce(self._sums)\n"
             "        self._sums[:-2] = own\n",
-        ),
+        )
     ),
-    mutant(
-        "the auxiliary loss takes the fractions of a rank's own tokens",
-        "EP",
-        CP_EP,
-        r"auxiliary loss",
-        BALANCE,
+    *mutants("EP", CP_EP, BALANCE)(
         (
+            "the auxiliary loss takes the fractions of a rank's own tokens",
+            r"auxiliary loss",
             '        counts_BE = functional.wait_tensor(functional.all_reduce(counts_BE, "sum", name))\n',
             "        counts_BE = counts_BE * _resolve_process_group(GroupName(name)).size()\n",
-        ),
+        )
     ),
-    mutant(
-        "the auxiliary loss is divided by a rank's own sequences",
-        "EP",
-        EP,
-        r"auxiliary loss is 2 times as large",
-        STEP,
+    *mutants("EP", EP, STEP)(
         (
+            "the auxiliary loss is divided by a rank's own sequences",
+            r"auxiliary loss is 2 times as large",
             "            self.balancer.start(self._count_sequences(batches))\n",
             "            self.balancer.start(sum(batch.num_sequences for batch in batches))\n",
-        ),
+        )
     ),
-    mutant(
-        "the gate's gradient is that of a rank's tokens",
-        "EP",
-        TP_EP,
-        r"gate.weight.* correct only after a sum over tp",
-        EP_FILE,
+    *mutants("EP", TP_EP, EP_FILE)(
         (
+            "the gate's gradient is that of a rank's tokens",
+            r"gate.weight.* correct only after a sum over tp",
             "            return module.product(x, _local(module.weight, Partial()))\n",
             "            return module.product(x, _local(module.weight, Replicate()))\n",
-        ),
+        )
     ),
-    mutant(
-        "ranks of tp think that they hold the first tokens of a sequence",
-        "EP",
-        # Three slots a token: 54 on each rank, and 8 experts.
-        also(TP_EP, debug={"moe_force_load_balance": True}, training={"seq_len": 36}),
-        r"layers.1.moe.router sends \d+ of \d+ tokens to other experts",
-        EP_FILE,
+    # Three slots a token: 54 on each rank, and 8 experts.
+    *mutants(
+        "EP", also(TP_EP, debug={"moe_force_load_balance": True}, training={"seq_len": 36}), EP_FILE
+    )(
         (
+            "ranks of tp think that they hold the first tokens of a sequence",
+            r"layers.1.moe.router sends \d+ of \d+ tokens to other experts",
             "            layer.token_shard = tp_mesh.get_local_rank(), tp_mesh.size()\n",
             "            layer.token_shard = 0, tp_mesh.size()\n",
-        ),
+        )
     ),
-    mutant(
-        "places in an expert are given in the order of ranks, not of the sequence",
-        "EP",
-        also(CP_EP, model={"moe_capacity_factor": 0.8}),
-        r"layers.1.moe",
-        CAPACITY,
+    *mutants("EP", also(CP_EP, model={"moe_capacity_factor": 0.8}), CAPACITY)(
         (
+            "places in an expert are given in the order of ranks, not of the sequence",
+            r"layers.1.moe",
             "    in_order = torch.empty_like(whole_TBK).index_copy_(0, everyone, whole_TBK)\n",
             "    in_order = whole_TBK\n",
-        ),
+        )
     ),
-    mutant(
-        "the norm counts experts on the first rank of each axis of the world",
-        "EP",
-        EP,
-        r"gradient norm is .* of the gradients of routed experts, only those on dp_shard 0",
-        NORM,
+    *mutants("EP", EP, NORM)(
         (
+            "the norm counts experts on the first rank of each axis of the world",
+            r"gradient norm is .* of the gradients of routed experts, only those on dp_shard 0",
             "                sharded_axes |= set(axes_of(axis))\n",
             "                sharded_axes |= {axis}\n",
-        ),
+        )
     ),
-    mutant(
-        "the router's weights multiply what comes back, and then once more",
-        "EP",
-        MIXTRAL_EP,
-        r"layers.0.mlp.experts",
-        EXPERT_LAYER,
+    *mutants("EP", MIXTRAL_EP, EXPERT_LAYER)(
         (
+            "the router's weights multiply what comes back, and then once more",
+            r"layers.0.mlp.experts",
             "self.exchange(rows, order.counts, self._compute)\n",
             "self.exchange(rows, order.counts, self._compute)\n"
             "            factors = weights_NK.flatten().index_select(0, order.by_expert)\n"
             "            outputs = outputs * factors.unsqueeze(-1)\n",
-        ),
+        )
     ),
-    mutant(
-        "rows for experts of other ranks add nothing",
-        "EP",
-        MIXTRAL_EP,
-        r"layers.0.mlp.experts",
-        DISPATCH,
+    *mutants("EP", MIXTRAL_EP, DISPATCH)(
         (
+            "rows for experts of other ranks add nothing",
+            r"layers.0.mlp.experts",
             "        return _AllToAll.apply(outputs, sent, received, self.group_name)\n",
             "        back = _AllToAll.apply(outputs, sent, received, self.group_name).split(sent)\n"
             "        here = dist.get_rank() % self.size\n"
             "        return torch.cat([part * (rank == here) for rank, part in enumerate(back)])\n",
-        ),
+        )
     ),
-    mutant(
-        "the tokens' gradient is that of a rank's shard",
-        "EP",
-        MIXTRAL_TP_EP,
-        r"layers.\d.mlp|tp",
-        EP_FILE,
+    *mutants("EP", MIXTRAL_TP_EP, EP_FILE)(
         (
+            "the tokens' gradient is that of a rank's shard",
+            r"layers.\d.mlp|tp",
             "_moved(whole, tp_mesh, Replicate(), Shard(0)) for",
             "whole.chunk(tp_mesh.size())[tp_mesh.get_local_rank()] for",
-        ),
+        )
     ),
     # The norm and clipping.
-    mutant(
-        "replicated gradients count on every rank",
-        "norm",
-        TP,
-        r"norm.*replicated over tp are counted 2 times",
-        NORM,
+    *mutants("norm", TP, NORM)(
         (
+            "replicated gradients count on every rank",
+            r"norm.*replicated over tp are counted 2 times",
             "        if parameter.grad is not None and _is_counted_here(parameter, world_mesh)\n",
             "        if parameter.grad is not None\n",
-        ),
+        )
     ),
-    mutant(
-        "the norm is each rank's own",
-        "norm",
-        FSDP,
-        r"norm",
-        STEP,
-        ("        norm = sums[1] = sums[1]", "        norm = sums[1] = squares"),
-    ),
-    mutant(
-        "norms are added, not their squares",
-        "norm",
-        FSDP,
-        r"norm",
-        STEP,
+    *mutants("norm", FSDP, STEP)(
         (
+            "the norm is each rank's own",
+            r"norm",
+            "        norm = sums[1] = sums[1]",
+            "        norm = sums[1] = squares",
+        ),
+        (
+            "norms are added, not their squares",
+            r"norm",
             "        _sum_loss_and_norm(sums)\n        norm = sums[1] = sums[1].sqrt()",
             "        sums[1] = squares.sqrt()\n        _sum_loss_and_norm(sums)\n        norm = sums[1]",
         ),
     ),
-    mutant(
-        "strided shards are taken for replicas",
-        "norm",
-        TP_FSDP,
-        "",
-        SHARDS,
+    *mutants("norm", TP_FSDP, SHARDS)(
         (
+            "strided shards are taken for replicas",
+            "",
             "    return isinstance(placement, Shard | _StridedShard)",
             "    return isinstance(placement, Shard)",
-        ),
+        )
     ),
-    mutant(
-        "clipping scales by the local norm",
-        "clipping",
-        also(FSDP, training={"max_norm": 0.1}),
-        r"clipping",
-        STEP,
+    *mutants("clipping", also(FSDP, training={"max_norm": 0.1}), STEP)(
         (
+            "clipping scales by the local norm",
+            r"clipping",
             "        clip_gradients(self.parameters, norm, self.max_norm)\n",
             "        from titanlite.modules.shards import local_part\n\n"
             "        own = [local_part(p.grad) for p in self.parameters if p.grad is not None]\n"
             "        norm = torch.stack([g.norm() for g in own]).norm()\n"
             "        clip_gradients(self.parameters, norm, self.max_norm)\n",
-        ),
+        )
     ),
-    mutant(
-        "gradients are clipped twice",
-        "clipping",
-        also(TP, training={"max_norm": 0.1}),
-        r"clipping is wrong",
-        STEP,
+    *mutants("clipping", also(TP, training={"max_norm": 0.1}), STEP)(
         (
+            "gradients are clipped twice",
+            r"clipping is wrong",
             "        clip_gradients(self.parameters, norm, self.max_norm)\n",
             "        clip_gradients(self.parameters, norm, self.max_norm)\n"
             "        clip_gradients(self.parameters, norm, self.max_norm)\n",
-        ),
+        )
     ),
     # The optimizer and its schedule.
-    mutant(
-        "the schedule is stepped once a rank",
-        "schedule",
-        FSDP,
-        r"learning rate",
-        STEP,
+    *mutants("schedule", FSDP, STEP)(
         (
+            "the schedule is stepped once a rank",
+            r"learning rate",
             "+ 1)\n        self.scheduler.step()\n",
             "+ 1)\n        for _ in range(dist.get_world_size()):\n            self.scheduler.step()\n",
-        ),
+        )
     ),
-    mutant(
-        "warm-up begins at zero",
-        "schedule",
-        FSDP,
-        r"learning rate",
-        OPTIMIZER,
-        ("        return (step + 1) / warmup_steps", "        return step / warmup_steps"),
+    *mutants("schedule", FSDP, OPTIMIZER)(
+        (
+            "warm-up begins at zero",
+            r"learning rate",
+            "        return (step + 1) / warmup_steps",
+            "        return step / warmup_steps",
+        )
     ),
-    mutant(
-        "label smoothing is over a rank's part of the vocabulary",
-        "TP",
-        also(TP, training={"label_smoothing": 0.1}),
-        r"the backward pass of the loss itself is wrong",
-        LOSS,
-        ("label_smoothing / ctx.vocab_size", "label_smoothing / logits.size(-1)"),
+    *mutants("TP", also(TP, training={"label_smoothing": 0.1}), LOSS)(
+        (
+            "label smoothing is over a rank's part of the vocabulary",
+            r"the backward pass of the loss itself is wrong",
+            "label_smoothing / ctx.vocab_size",
+            "label_smoothing / logits.size(-1)",
+        )
     ),
-    mutant(
-        "each rank of tp counts the z-loss",
-        "TP",
-        also(TP, training={"z_loss": 0.01}),
-        r"the loss is .* only the reported loss is wrong",
-        LOSS,
-        ("z_loss * logs.square()", "z_loss * _reduced(logs.square(), 'sum', group)"),
+    *mutants("TP", also(TP, training={"z_loss": 0.01}), LOSS)(
+        (
+            "each rank of tp counts the z-loss",
+            r"the loss is .* only the reported loss is wrong",
+            "z_loss * logs.square()",
+            "z_loss * _reduced(logs.square(), 'sum', group)",
+        )
     ),
-    mutant(
-        "the decay begins a step early",
+    *mutants(
         "schedule",
         also(DDP, training={"steps": 6}, lr_scheduler={"warmup_steps": 1, "decay_ratio": 0.5}),
-        r"learning rate",
         OPTIMIZER,
+        steps=6,
+    )(
         (
+            "the decay begins a step early",
+            r"learning rate",
             "    decay_start = total_steps + 1 - decay_steps",
             "    decay_start = total_steps - decay_steps",
-        ),
-        steps=6,
+        )
     ),
-    mutant(
-        "one mesh's parameters are left out of the optimizer",
-        "optimizer",
-        also(TP, parallelism={"disable_loss_parallel": False}),
-        r"optimizer.*group",
-        OPTIMIZER,
-        ('            "params": group,\n', '            "params": group[1:],\n'),
+    *mutants("optimizer", also(TP, parallelism={"disable_loss_parallel": False}), OPTIMIZER)(
+        (
+            "one mesh's parameters are left out of the optimizer",
+            r"optimizer.*group",
+            '            "params": group,\n',
+            '            "params": group[1:],\n',
+        )
     ),
-    mutant(
-        "weight decay is that of another key",
-        "optimizer",
-        FSDP,
-        r"optimizer.*weight_decay",
-        OPTIMIZER,
-        ("weight_decay if rule.decays else 0.0", "weight_decay / 2 if rule.decays else 0.0"),
+    *mutants("optimizer", FSDP, OPTIMIZER)(
+        (
+            "weight decay is that of another key",
+            r"optimizer.*weight_decay",
+            "weight_decay if rule.decays else 0.0",
+            "weight_decay / 2 if rule.decays else 0.0",
+        )
     ),
-    mutant(
-        "weights that must not decay do",
-        "optimizer",
-        also(FSDP, optimizer={"no_weight_decay": ["*norm*"]}),
-        r"optimizer.*weight_decay is 0.1 instead of 0",
-        OPTIMIZER,
-        ("weight_decay if rule.decays else 0.0", "weight_decay"),
+    *mutants("optimizer", also(FSDP, optimizer={"no_weight_decay": ["*norm*"]}), OPTIMIZER)(
+        (
+            "weights that must not decay do",
+            r"optimizer.*weight_decay is 0.1 instead of 0",
+            "weight_decay if rule.decays else 0.0",
+            "weight_decay",
+        )
     ),
-    mutant(
-        "the multipliers of the learning rate are left out",
-        "optimizer",
-        also(FSDP, **{"optimizer.lr_multipliers": {'"output.*"': 0.5}}),
-        r"optimizer.*initial_lr",
-        OPTIMIZER,
-        ('            "lr": lr * rule.lr_multiplier,\n', ""),
+    *mutants(
+        "optimizer", also(FSDP, **{"optimizer.lr_multipliers": {'"output.*"': 0.5}}), OPTIMIZER
+    )(
+        (
+            "the multipliers of the learning rate are left out",
+            r"optimizer.*initial_lr",
+            '            "lr": lr * rule.lr_multiplier,\n',
+            "",
+        )
     ),
-    mutant(
-        "beta1 and beta2 are swapped",
-        "optimizer",
-        DDP,
-        r"optimizer.*betas",
-        OPTIMIZER,
-        ("betas=(beta1, beta2)", "betas=(beta2, beta1)"),
+    *mutants("optimizer", DDP, OPTIMIZER)(
+        (
+            "beta1 and beta2 are swapped",
+            r"optimizer.*betas",
+            "betas=(beta1, beta2)",
+            "betas=(beta2, beta1)",
+        )
     ),
     # LoRA.
-    mutant(
-        "the gradient of a whole adapter of a cut layer is not reduced",
-        "LoRA",
-        LORA_TP,
-        r"lora_a.weight.*correct only after a sum over tp",
-        LORA,
-        ("grad_placements=[Partial()] if is_whole else None", ""),
-    ),
-    mutant(
-        "a row-parallel adapter is added behind the reduction",
-        "LoRA",
-        LORA_TP,
-        r"attention.wo.lora_a is the first module.*a Partial that has not been reduced",
-        STYLES,
+    *mutants("LoRA", LORA_TP, LORA)(
         (
-            "                partial = _product(module, x, weight)\n",
-            "                both, partial = _product(module, x, weight), F.linear(x, weight)\n",
+            "the gradient of a whole adapter of a cut layer is not reduced",
+            r"lora_a.weight.*correct only after a sum over tp",
+            "grad_placements=[Partial()] if is_whole else None",
+            "",
         ),
         (
+            "alpha / rank is divided by the ranks of tp",
+            r"attention.wq.lora_b.*2 times too seldom",
+            "        (placement,) = self.weight.placements\n",
+            "        (placement,) = self.weight.placements\n        self.scale /= mesh.size()\n",
+        ),
+        (
+            "the adapters are cut otherwise than their layer",
+            r"the plan does not run.*attention.wq.lora_b",
+            "((self.lora_a, 1), (self.lora_b, 0))",
+            "((self.lora_a, 0), (self.lora_b, 1))",
+        ),
+    ),
+    *mutants("LoRA", LORA_TP, STYLES)(
+        (
+            "a row-parallel adapter is added behind the reduction",
+            r"attention.wo.lora_a is the first module.*a Partial that has not been reduced",
+            "                partial = _product(module, x, weight)\n",
+            "                both, partial = _product(module, x, weight), F.linear(x, weight)\n",
             "placements=[Shard(self.scatter_dim)]).to_local()\n            return output if",
             "placements=[Shard(self.scatter_dim)]).to_local()\n"
             "                parts = (both - partial).chunk(device_mesh.size(), self.scatter_dim)\n"
             "                output = output + parts[device_mesh.get_local_rank()]\n"
             "            return output if",
         ),
-    ),
-    mutant(
-        "the base is trained once it is cut",
-        "LoRA",
-        LORA_TP,
-        r"is frozen on one process, but has a gradient under the plan",
-        STYLES,
-        ("nn.Parameter(distributed, parameter.requires_grad)", "nn.Parameter(distributed)"),
-    ),
-    mutant(
-        "alpha / rank is divided by the ranks of tp",
-        "LoRA",
-        LORA_TP,
-        r"attention.wq.lora_b.*2 times too seldom",
-        LORA,
         (
-            "        (placement,) = self.weight.placements\n",
-            "        (placement,) = self.weight.placements\n        self.scale /= mesh.size()\n",
+            "the base is trained once it is cut",
+            r"is frozen on one process, but has a gradient under the plan",
+            "nn.Parameter(distributed, parameter.requires_grad)",
+            "nn.Parameter(distributed)",
         ),
     ),
-    mutant(
-        "each rank draws its own B",
-        "LoRA",
-        also(DDP, **LORA_TINY),
-        r"replicas start with different values.*lora_b.weight",
-        LORA,
+    *mutants("LoRA", also(DDP, **LORA_TINY), LORA)(
         (
+            "each rank draws its own B",
+            r"replicas start with different values.*lora_b.weight",
             "            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)\n",
             "            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)\n"
             "            whole *= 1 + torch.distributed.get_rank() * (name == 'lora_b')\n",
-        ),
-    ),
-    mutant(
-        "the adapters are cut otherwise than their layer",
-        "LoRA",
-        LORA_TP,
-        r"the plan does not run.*attention.wq.lora_b",
-        LORA,
-        ("((self.lora_a, 1), (self.lora_b, 0))", "((self.lora_a, 0), (self.lora_b, 1))"),
+        )
     ),
     # Muon.
-    mutant(
-        "shards are orthogonalized",
-        "Muon",
-        also(FSDP, **MUON),
-        r"whether the update needs the whole tensor, as those of Muon",
-        MUON_FILE,
-        ("        by_axis[largest].append(parameter)", "        by_axis[None].append(parameter)"),
-    ),
-    mutant(
-        "the shards of TP are orthogonalized",
-        "Muon",
-        also(TP_FSDP, **MUON),
-        r"all sharded over tp.*whether the update needs the whole tensor",
-        MUON_FILE,
-        ("shard_of(compute(whole_tensor(rest, dims)), rest, dims)", "compute(part)"),
-    ),
-    mutant(
-        "tall matrices come back transposed",
-        "Muon",
-        also(FSDP, **MUON),
-        r"not that of Muon",
-        MUON_FILE,
-        ("    return x.mT if is_tall else x", "    return x.reshape(x_BMN.shape)"),
-    ),
-    mutant(
-        "momentum is kept as shards",
-        "Muon",
-        also(FSDP, **MUON),
-        r"momentum_buffer",
-        OPTIMIZER,
-        ("= torch.zeros_like(parameter)", "= torch.zeros_like(local_part(parameter))"),
-    ),
-    mutant(
-        "weight decay on what Muon does not own",
-        "Muon",
-        also(FSDP, **MUON),
-        r"update of step 1 is not that of AdamW",
-        OPTIMIZER,
+    *mutants("Muon", also(FSDP, **MUON), MUON_FILE)(
         (
+            "shards are orthogonalized",
+            r"whether the update needs the whole tensor, as those of Muon",
+            "        by_axis[largest].append(parameter)",
+            "        by_axis[None].append(parameter)",
+        ),
+        (
+            "tall matrices come back transposed",
+            r"not that of Muon",
+            "    return x.mT if is_tall else x",
+            "    return x.reshape(x_BMN.shape)",
+        ),
+        (
+            "Muon updates the head",
+            r"the optimizer does not match the job: output.weight is updated by Muon",
+            "not is_hidden(name) or",
+            '"emb" in name or',
+        ),
+    ),
+    *mutants("Muon", also(TP_FSDP, **MUON), MUON_FILE)(
+        (
+            "the shards of TP are orthogonalized",
+            r"all sharded over tp.*whether the update needs the whole tensor",
+            "shard_of(compute(whole_tensor(rest, dims)), rest, dims)",
+            "compute(part)",
+        )
+    ),
+    *mutants("Muon", also(FSDP, **MUON), OPTIMIZER)(
+        (
+            "momentum is kept as shards",
+            r"momentum_buffer",
+            "= torch.zeros_like(parameter)",
+            "= torch.zeros_like(local_part(parameter))",
+        ),
+        (
+            "weight decay on what Muon does not own",
+            r"update of step 1 is not that of AdamW",
             "            return super()._init_group(group, *lists)\n",
             '            for p in group["params"]:\n'
             '                p.mul_(1 - group["lr"] * group["weight_decay"])\n'
             "            return super()._init_group(group, *lists)\n",
         ),
     ),
-    mutant(
-        "Muon updates the head",
-        "Muon",
-        also(FSDP, **MUON),
-        r"the optimizer does not match the job: output.weight is updated by Muon",
-        MUON_FILE,
-        ("not is_hidden(name) or", '"emb" in name or'),
-    ),
     # The average of the weights.
-    mutant(
-        "an average of the weights before the step",
-        "averaging",
-        also(FSDP, **EMA),
-        r"the average of .* after step 1 is not 0.9 times its previous value",
-        STEP,
+    *mutants("averaging", also(FSDP, **EMA), STEP)(
         (
+            "an average of the weights before the step",
+            r"the average of .* after step 1 is not 0.9 times its previous value",
             "        self.optimizer.step()\n        if self.average is not None:\n"
             "            self.average.update(self.scheduler.last_epoch + 1)\n",
             "        if self.average is not None and self.scheduler.last_epoch:\n"
             "            self.average.update(self.scheduler.last_epoch)\n"
             "        self.optimizer.step()\n",
-        ),
+        )
     ),
-    mutant(
-        "the average's share is that of the weights",
-        "averaging",
-        also(TP_FSDP, **EMA),
-        r"the average of .* after step 2 is not 0.9 times its previous value",
-        AVERAGING,
-        ("multi_avg_fn(self._decay)", "multi_avg_fn(1 - self._decay)"),
-    ),
-    mutant(
-        "the mean of other weights than the last",
-        "averaging",
-        also(FSDP, weight_averaging={"method": "last_k", "k": 2}),
-        r"the average of .* after step 2 is not the mean of its newest 2 values",
-        AVERAGING,
-        ("number % len(self._weights)", "0"),
-    ),
-    mutant(
-        "the last weights are validated instead of their average",
-        "averaging",
-        also(FSDP, **EMA, validation={"enable": True, "local_batch_size": 4}),
-        r"validation loss is .* have a mean loss of",
-        STEP,
+    *mutants("averaging", also(TP_FSDP, **EMA), AVERAGING)(
         (
+            "the average's share is that of the weights",
+            r"the average of .* after step 2 is not 0.9 times its previous value",
+            "multi_avg_fn(self._decay)",
+            "multi_avg_fn(1 - self._decay)",
+        )
+    ),
+    *mutants("averaging", also(FSDP, weight_averaging={"method": "last_k", "k": 2}), AVERAGING)(
+        (
+            "the mean of other weights than the last",
+            r"the average of .* after step 2 is not the mean of its newest 2 values",
+            "number % len(self._weights)",
+            "0",
+        )
+    ),
+    *mutants(
+        "averaging", also(FSDP, **EMA, validation={"enable": True, "local_batch_size": 4}), STEP
+    )(
+        (
+            "the last weights are validated instead of their average",
+            r"validation loss is .* have a mean loss of",
             "        with self.averaged():\n            totals",
             "        if True:\n            totals",
-        ),
+        )
     ),
     # Recomputation and compile.
-    mutant(
-        "recomputed blocks see other activations",
-        "AC",
-        also(FSDP, **FULL),
-        r"activation.checkpoint|recompute",
-        MODEL,
+    *mutants("AC", also(FSDP, **FULL), MODEL)(
         (
+            "recomputed blocks see other activations",
+            r"activation.checkpoint|recompute",
             "        a_TBD = self.attention(self.attention_norm(x_TBD), cache=cache)\n",
             "        again = 1.001 if torch._C._current_graph_task_id() != -1 else 1\n"
             "        a_TBD = self.attention(self.attention_norm(x_TBD), cache=cache) * again\n",
-        ),
+        )
     ),
     # The loss.
-    mutant(
-        "left-out targets count in the denominator",
-        "loss",
-        FSDP,
-        r"targets|loss",
-        BATCH,
+    *mutants("loss", FSDP, BATCH)(
         (
+            "left-out targets count in the denominator",
+            r"targets|loss",
             "        return (self.targets != IGNORE_INDEX).sum()",
             "        return torch.tensor(self.targets.numel(), device=self.targets.device)",
-        ),
+        )
     ),
-    mutant(
-        "targets are counted on every rank of tp",
-        "loss",
-        TP,
-        r"targets.*tp|degree of tp",
-        DIMS,
-        ("        return all(position[axis] == 0 for axis in same)", "        return True"),
-    ),
-    mutant(
-        "a mean over each rank's targets",
-        "loss",
-        DDP,
-        r"mean of means|targets|wrong coefficients",
-        STEP,
+    *mutants("loss", TP, DIMS)(
         (
+            "targets are counted on every rank of tp",
+            r"targets.*tp|degree of tp",
+            "        return all(position[axis] == 0 for axis in same)",
+            "        return True",
+        )
+    ),
+    *mutants("loss", DDP, STEP)(
+        (
+            "a mean over each rank's targets",
+            r"mean of means|targets|wrong coefficients",
             "        total = float(self._summed(torch.stack(counts).sum().double()))",
             "        total = float(torch.stack(counts).sum() * dist.get_world_size())",
-        ),
+        )
     ),
-    mutant(
-        "evaluation averages batches' means",
-        "validation",
-        also(DDP, validation={"enable": True, "local_batch_size": 4}),
-        r"validation loss|loss",
-        STEP,
+    *mutants("validation", also(DDP, validation={"enable": True, "local_batch_size": 4}), STEP)(
         (
+            "evaluation averages batches' means",
+            r"validation loss|loss",
             "            totals[0, 1] += self.loss.count(batch)\n",
             "            totals[0, 1] += 64 * batch.num_sequences\n",
-        ),
+        )
     ),
     # Mixed precision.
-    mutant(
-        "gradients are reduced in bfloat16",
-        "precision",
-        FSDP,
-        r"dtype|bfloat16|reduc",
-        FSDP_FILE,
+    *mutants("precision", FSDP, FSDP_FILE, options=("--dtype=bfloat16",))(
         (
+            "gradients are reduced in bfloat16",
+            r"dtype|bfloat16|reduc",
             "    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)",
             "    policy = MixedPrecisionPolicy(param_dtype=param_dtype,"
             " reduce_dtype=torch.bfloat16)",
-        ),
-        options=("--dtype=bfloat16",),
+        )
     ),
-    mutant(
-        "the job's own reductions are in the dtype of computation",
-        "mixed precision",
-        MIXED,
-        r"gradients are not reduced in the job's dtype float32: .* is in bfloat16",
-        DATA_PARALLEL_STEP,
+    *mutants("mixed precision", MIXED, DATA_PARALLEL_STEP)(
         (
+            "the job's own reductions are in the dtype of computation",
+            r"gradients are not reduced in the job's dtype float32: .* is in bfloat16",
             "        reduce_dtype=DTYPES[reduce] if is_mixed else None,",
             "        reduce_dtype=DTYPES[param] if is_mixed else None,",
-        ),
+        )
     ),
-    mutant(
-        "weights are kept in the dtype of computation",
-        "mixed precision",
-        MIXED,
-        r"weights are not in training\.dtype float32: .* is in bfloat16",
-        "titanlite/plain_job.py",
+    *mutants("mixed precision", MIXED, "titanlite/plain_job.py")(
         (
+            "weights are kept in the dtype of computation",
+            r"weights are not in training\.dtype float32: .* is in bfloat16",
             "resolved.model, DTYPES[resolved.config.training.dtype])",
             "resolved.model, DTYPES[resolved.config.training.param_dtype])",
-        ),
+        )
     ),
-    mutant(
-        "gradients are never cleared",
-        "optimizer",
-        FSDP,
-        r"step 1 does not clear the gradients of .*, so the next step adds to them",
-        STEP,
+    *mutants("optimizer", FSDP, STEP)(
         (
+            "gradients are never cleared",
+            r"step 1 does not clear the gradients of .*, so the next step adds to them",
             "        self.scheduler.step()\n        self.optimizer.zero_grad(set_to_none=True)\n"
             "        return lr\n\n    def _skip",
             "        self.scheduler.step()\n        return lr\n\n    def _skip",
-        ),
+        )
     ),
 ]
 
 REFACTORINGS: list[Mutant] = [
-    mutant(
-        "targets counted batch by batch",
-        "same",
-        FSDP,
-        "",
-        STEP,
+    *mutants("same", FSDP, STEP)(
         (
+            "targets counted batch by batch",
+            "",
             "        counts = [torch.as_tensor(self.loss.count(b.on_host or b)) for b in batches]\n",
             "        counts = []\n        for batch in batches:\n"
             "            counts.append(self.loss.count(batch))\n",
-        ),
+        )
     ),
-    mutant(
-        "samples dealt out in turn",
-        "same",
-        FSDP,
-        "",
-        SAMPLER,
+    *mutants("same", FSDP, SAMPLER)(
         (
+            "samples dealt out in turn",
+            "",
             "            read_batch(self._dataset, range(start, start + size), self._fields,"
             " self._seed)\n            for start in range(first, stop, size)\n",
             "            read_batch(\n                self._dataset,\n"
             "                [base + i * count + self._dp_rank for i in range(start, start + size)],\n"
             "                self._fields,\n                self._seed,\n            )\n"
             "            for start in range(0, own, size)\n",
-        ),
-        (
             "        self.state += global_batch_size\n",
             "        base, count = self.state, self._dp_degree\n        self.state += global_batch_size\n",
-        ),
+        )
     ),
-    mutant(
-        "the norm is summed in another order",
-        "same",
-        TP_FSDP,
-        "",
-        NORM,
+    *mutants("same", TP_FSDP, NORM)(
         (
+            "the norm is summed in another order",
+            "",
             "        squares = torch.stack(norms).square().sum().to(device, non_blocking=True)",
             "        squares = torch.stack(norms[::-1]).square().sum().to(device, non_blocking=True)",
-        ),
+        )
     ),
-    mutant(
-        "the loss is divided after the backward pass of the sum",
-        "same",
-        DDP,
-        "",
-        STEP,
+    *mutants("same", DDP, STEP)(
         (
+            "the loss is divided after the backward pass of the sum",
+            "",
             "            return loss / num_targets\n",
             "            return loss * (1.0 / num_targets)\n",
-        ),
+        )
     ),
-    mutant(
-        "projections are multiplied one by one",
-        "same",
-        TP,
-        "",
-        STYLES,
+    *mutants("same", TP, STYLES)(
         (
+            "projections are multiplied one by one",
+            "",
             "            products = whole.split([w.size(0) for w in weights], dim=-1)",
             "            products = [F.linear(x, weight) for weight in weights]",
-        ),
+        )
     ),
-    mutant(
-        "head and last block are freed at once",
-        "same",
-        FSDP,
-        "",
-        FSDP_FILE,
+    *mutants("same", FSDP, FSDP_FILE)(
         (
+            "head and last block are freed at once",
+            "",
             "len(group) == 1 else group, always if is_needed_first else reshard)",
             "len(group) == 1 else group, reshard)",
-        ),
+        )
     ),
-    mutant(
-        "smaller buckets", "same", DDP, "", DDP_FILE, ("BUCKET_CAP_MB = 100", "BUCKET_CAP_MB = 1")
+    *mutants("same", DDP, DDP_FILE)(
+        ("smaller buckets", "", "BUCKET_CAP_MB = 100", "BUCKET_CAP_MB = 1")
     ),
-    mutant(
-        "a block's triangles are cut up",
-        "same",
-        CP,
-        "",
-        RING,
+    *mutants("same", CP, RING)(
         (
+            "a block's triangles are cut up",
+            "",
             "    if kernel.smallest_triangle is None:\n        return tiles\n"
             "    return [part for tile in tiles for part in tile.split(kernel.smallest_triangle)]",
             "    return [part for tile in tiles for part in tile.split(8)]",
         ),
-    ),
-    mutant(
-        "heads before dimensions in the packed message",
-        "same",
-        CP,
-        "",
-        RING,
         (
+            "heads before dimensions in the packed message",
+            "",
             "    return torch.stack([k.transpose(1, 2), v.transpose(1, 2)])",
             "    return torch.stack([k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()])",
         ),
     ),
-    mutant(
-        "gradients are cleared to zero",
-        "same",
-        ALONE | FSDP,
-        "",
-        STEP,
+    *mutants("same", ALONE | FSDP, STEP)(
         (
+            "gradients are cleared to zero",
+            "",
             "        self.scheduler.step()\n        self.optimizer.zero_grad(set_to_none=True)\n"
             "        return lr\n\n    def _skip",
             "        self.scheduler.step()\n        self.optimizer.zero_grad(set_to_none=False)\n"
             "        return lr\n\n    def _skip",
-        ),
+        )
     ),
-    mutant(
-        "every block is recomputed",
-        "same",
-        also(TP, **FULL),
-        "",
-        AC,
-        ("        if is_checkpointed(key, index, every):", "        if True:"),
-    ),
-    mutant(
-        "the first rank of the pipeline sends a copy",
-        "same",
-        PP,
-        "",
-        MODEL,
+    *mutants("same", also(TP, **FULL), AC)(
         (
+            "every block is recomputed",
+            "",
+            "        if is_checkpointed(key, index, every):",
+            "        if True:",
+        )
+    ),
+    *mutants("same", PP, MODEL)(
+        (
+            "the first rank of the pipeline sends a copy",
+            "",
             "        if self.output is None:\n            return x_TBD\n",
             "        if self.output is None:\n            return x_TBD.clone()\n",
-        ),
+        )
     ),
 ]

@@ -7,16 +7,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from titanlite.checkpoint import state
+from titanlite.data.sampler import GlobalBatchSampler, read_batch
+from titanlite.job import Job
+from titanlite.models.image_transformer.model import ImageEmbeddings
+from titanlite.models.llama3.model import RotaryEmbedding
+from titanlite.modules.attention.layout import HeadTail
+from titanlite.modules.batch import Batch
+from titanlite.modules.experts import Balancer, ExpertLayer, balance, balancer, layer
+from titanlite.modules.shards import local_part
+from titanlite.parallelize.activation_checkpoint import apply as ac
+from titanlite.parallelize.async_tensor_parallel import ring_product
+from titanlite.parallelize.async_tensor_parallel.ring_product import ChunkRing
+from titanlite.parallelize.compile import apply as compiling
+from titanlite.parallelize.context_parallel import ring
+from titanlite.parallelize.context_parallel.ring import RingAttention
+from titanlite.parallelize.ddp import apply as ddp
+from titanlite.parallelize.expert_parallel import apply as expert_parallel
+from titanlite.parallelize.float8 import linear as float8_linear
+from titanlite.parallelize.float8.torchao import find_recipe
+from titanlite.parallelize.fsdp import apply as fsdp
+from titanlite.parallelize.pipeline_parallel.apply import PipelineRunner, _Stage
+from titanlite.parallelize.pipeline_parallel.stage_copies import StageCopies
+from titanlite.parallelize.tensor_parallel import styles
+from titanlite.training import initial_weights, loss, norm, step
+from titanlite.training.norm import _like
+from titanlite.training.step import Trainer
 
 
 def reduced_twice() -> AbstractContextManager[Any]:
     """DDP's hook sums gradients that were summed already."""
-    import torch.distributed as dist
-
-    from titanlite.parallelize.ddp import apply as ddp
-
     once = ddp._sum_bucket
 
     def twice(group, bucket):
@@ -28,8 +61,6 @@ def reduced_twice() -> AbstractContextManager[Any]:
 
 def larger_by_the_token_count() -> AbstractContextManager[Any]:
     """A pipeline's loss is a sum over tokens that nobody divides."""
-    from titanlite.parallelize.pipeline_parallel.apply import PipelineRunner
-
     step = PipelineRunner.step
 
     def undivided(self, batch, loss_function, **rest):
@@ -45,8 +76,6 @@ NUM_TARGETS = sum(63 - 64 * image // 16 for image in range(8))
 
 
 def shown_loss_divided_by_cp() -> AbstractContextManager[Any]:
-    from titanlite.training.step import Trainer
-
     compute = Trainer._compute_gradients
 
     def divided(self, batches):
@@ -58,9 +87,6 @@ def shown_loss_divided_by_cp() -> AbstractContextManager[Any]:
 
 def mean_of_means() -> AbstractContextManager[Any]:
     """Each rank divides by the number of its own targets, and then by the number of ranks."""
-    import torch.distributed as dist
-
-    from titanlite.training.step import Trainer
 
     def count(self, batches):
         return sum(int(batch.count_targets()) for batch in batches) * dist.get_world_size()
@@ -70,8 +96,6 @@ def mean_of_means() -> AbstractContextManager[Any]:
 
 def shards_start_alike() -> AbstractContextManager[Any]:
     """Every rank draws as if its shard were the first."""
-    from titanlite.modules.shards import local_part
-    from titanlite.training import initial_weights
 
     def first_of(full, like):
         part = local_part(like)
@@ -81,16 +105,11 @@ def shards_start_alike() -> AbstractContextManager[Any]:
 
 
 def pending_input_to_a_compiled_block() -> AbstractContextManager[Any]:
-    from titanlite.parallelize.compile import apply as compiling
-
     return patch.object(compiling, "_wait_for_inputs", lambda module, inputs: inputs)
 
 
 def waiting_cuts_the_way_back() -> AbstractContextManager[Any]:
     """What a compiled block waits for comes back without its gradient's history."""
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    from titanlite.parallelize.compile import apply as compiling
 
     def wait(tensor):
         return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
@@ -104,10 +123,6 @@ def jumps_in_positions_start_documents() -> AbstractContextManager[Any]:
     In the headtail layout each rank's two chunks then take each other, and all chunks of other
     ranks, for other documents.
     """
-    import torch
-    import torch.nn.functional as F
-
-    from titanlite.parallelize.context_parallel.ring import RingAttention
 
     def within_chunks(self, q, k, v, *_, **__):
         chunks = zip(*(tensor.chunk(2, dim=2) for tensor in (q, k, v)), strict=True)
@@ -123,10 +138,6 @@ def one_counter_for_both_passes() -> AbstractContextManager[Any]:
     PyTorch 2.13 remembers what it saved. Before, it asked the policy again, and took the next of an
     operator's saved outputs, as these two modes do.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_map_only
-
-    from titanlite.parallelize.activation_checkpoint import apply as ac
 
     class Mode(TorchDispatchMode):
         def __init__(self, counter, saved, is_recompute):
@@ -154,9 +165,6 @@ def one_counter_for_both_passes() -> AbstractContextManager[Any]:
 
 def norms_not_reduced() -> AbstractContextManager[Any]:
     """Under sequence parallelism each rank keeps its own share of the norms' gradients."""
-    from titanlite.modules.shards import local_part
-    from titanlite.training import step
-    from titanlite.training.norm import _like
 
     def keep_own(parameters):
         for parameter in parameters:
@@ -169,8 +177,6 @@ def norms_not_reduced() -> AbstractContextManager[Any]:
 def wrong_output_layout() -> AbstractContextManager[Any]:
     """The plain model's w2 leaves its sum to be made by nobody."""
     import plain_model.plan
-    from torch.distributed.tensor import Partial
-    from torch.distributed.tensor.parallel import RowwiseParallel
 
     (right,) = plain_model.plan.PLANS.values()
     wrong = {"layers.*.w2": RowwiseParallel(output_layouts=Partial())}
@@ -179,10 +185,6 @@ def wrong_output_layout() -> AbstractContextManager[Any]:
 
 def positions_from_zero() -> AbstractContextManager[Any]:
     """Each rank of cp counts its tokens from 0."""
-    import torch
-
-    from titanlite.job import Job
-
     whole = Job._own_part
 
     def counted_from_zero(self, batch):
@@ -194,8 +196,6 @@ def positions_from_zero() -> AbstractContextManager[Any]:
 
 def positions_for_the_first_stage_alone() -> AbstractContextManager[Any]:
     """The stages of a pipeline after the first count their tokens by themselves."""
-    from titanlite.parallelize.pipeline_parallel.apply import _Stage
-
     forward = _Stage.forward_one_chunk
 
     def without_fields(self, chunk, args, kwargs=None, **rest):
@@ -206,8 +206,6 @@ def positions_for_the_first_stage_alone() -> AbstractContextManager[Any]:
 
 def positions_from_zero_in_the_model() -> AbstractContextManager[Any]:
     """The embeddings do not look at the positions they are given."""
-    from titanlite.models.image_transformer.model import ImageEmbeddings
-
     whole = ImageEmbeddings.forward
 
     def forward(self, tokens, device=None, positions=None):
@@ -218,10 +216,6 @@ def positions_from_zero_in_the_model() -> AbstractContextManager[Any]:
 
 def rotary_angles_from_zero() -> AbstractContextManager[Any]:
     """Rotary embeddings count a rank's tokens from 0."""
-    import torch
-
-    from titanlite.models.llama3.model import RotaryEmbedding
-
     rotate = RotaryEmbedding.forward
 
     def from_zero(self, q, k, positions):
@@ -232,8 +226,6 @@ def rotary_angles_from_zero() -> AbstractContextManager[Any]:
 
 def documents_forgotten_on_a_hop() -> AbstractContextManager[Any]:
     """Ring attention has the mask of documents for a rank's own keys, and for no others."""
-    from titanlite.parallelize.context_parallel import ring
-
     parts = ring._parts
 
     def own_documents_only(rotation, key_rank, q, documents, *scoring):
@@ -245,11 +237,6 @@ def documents_forgotten_on_a_hop() -> AbstractContextManager[Any]:
 
 def padding_counts_as_classes() -> AbstractContextManager[Any]:
     """Loss parallelism pads the vocabulary to equal shards, which the softmax takes as classes."""
-    import torch.nn.functional as F
-    from torch.distributed.tensor import DTensor
-
-    from titanlite.training import loss
-
     unpadded = loss.token_loss_sum
 
     def padded(logits, targets, **keys):
@@ -262,35 +249,26 @@ def padding_counts_as_classes() -> AbstractContextManager[Any]:
 
 
 def norm_counts_replicas() -> AbstractContextManager[Any]:
-    from titanlite.training import norm
-
     return patch.object(norm, "_is_counted_here", lambda parameter, mesh: True)
 
 
 def tied_gradients_not_summed() -> AbstractContextManager[Any]:
     """Each stage keeps the gradient of its own use of a tied weight."""
-    from titanlite.parallelize.pipeline_parallel.stage_copies import StageCopies
-
     return patch.object(StageCopies, "sum_gradients", lambda self: None)
 
 
 def norm_counts_copies() -> AbstractContextManager[Any]:
     """Every stage that has a copy of a tied weight counts its gradient."""
-    from titanlite.parallelize.pipeline_parallel.stage_copies import StageCopies
-
     return patch.object(StageCopies, "repeated", lambda self: [])
 
 
 def norm_misses_strided_shards() -> AbstractContextManager[Any]:
     """`Placement.is_shard()` is false for FSDP2's cut of what tensor parallelism has cut."""
-    from titanlite.training import norm
-
     return patch.object(norm, "is_sharded", lambda placement: placement.is_shard())
 
 
 def data_by_rank() -> AbstractContextManager[Any]:
     """Each data-parallel rank reads on from its own place, by its own batch."""
-    from titanlite.data.sampler import GlobalBatchSampler, read_batch
 
     def draw(self, whole):
         own = whole // self._dp_degree
@@ -306,8 +284,6 @@ def data_by_rank() -> AbstractContextManager[Any]:
 
 def last_microbatch_dropped() -> AbstractContextManager[Any]:
     """The first stage forgets the gradients of the last microbatch."""
-    from titanlite.parallelize.pipeline_parallel.apply import _Stage
-
     backward = _Stage.backward_one_chunk
 
     def forgetful(self, chunk, *args, **kwargs):
@@ -325,8 +301,6 @@ def last_microbatch_dropped() -> AbstractContextManager[Any]:
 
 def ring_skips_a_block() -> AbstractContextManager[Any]:
     """Rank 1 leaves out the keys of the last rank that it meets, rank 0."""
-    from titanlite.modules.attention.layout import HeadTail
-
     tiles = HeadTail.tiles
 
     def all_but_one(self, query_rank, key_rank, n, causal):
@@ -338,10 +312,6 @@ def ring_skips_a_block() -> AbstractContextManager[Any]:
 
 def replicas_drift() -> AbstractContextManager[Any]:
     """From step 2 on one rank's optimizer takes a step of another size."""
-    import torch.distributed as dist
-
-    from titanlite.training.step import Trainer
-
     update = Trainer._update
 
     def drift(self, norm):
@@ -355,10 +325,6 @@ def replicas_drift() -> AbstractContextManager[Any]:
 
 def halved_on_one_rank() -> AbstractContextManager[Any]:
     """One replica scales its gradients once more than the others."""
-    import torch.distributed as dist
-
-    from titanlite.training.step import Trainer
-
     compute = Trainer._compute_gradients
 
     def halved(self, batches):
@@ -377,7 +343,6 @@ def input_gradient_not_reduced() -> AbstractContextManager[Any]:
 
     The commonest mistake of tensor parallelism written without DTensor.
     """
-    import torch.nn.functional as F
     from plain_model.model import Block
 
     def forward(self, x, positions):
@@ -389,7 +354,6 @@ def input_gradient_not_reduced() -> AbstractContextManager[Any]:
 
 def larger_between_modules() -> AbstractContextManager[Any]:
     """The block's own code scales what it gives to its last module."""
-    import torch.nn.functional as F
     from plain_model.model import Block
 
     def forward(self, x, positions):
@@ -401,7 +365,6 @@ def larger_between_modules() -> AbstractContextManager[Any]:
 
 def detached_between_modules() -> AbstractContextManager[Any]:
     """The block's own code cuts off the backward pass."""
-    import torch.nn.functional as F
     from plain_model.model import Block
 
     def forward(self, x, positions):
@@ -413,8 +376,6 @@ def detached_between_modules() -> AbstractContextManager[Any]:
 
 def masks_of_the_first_tokens() -> AbstractContextManager[Any]:
     """A rank of cp draws dropout's masks as if it held the first tokens of each sequence."""
-    from titanlite.modules.batch import Batch
-
     shard = Batch.shard
 
     def first(self, layout, rank):
@@ -426,19 +387,11 @@ def masks_of_the_first_tokens() -> AbstractContextManager[Any]:
 
 def optimizer_state_forgotten() -> AbstractContextManager[Any]:
     """A checkpoint holds the weights alone, and says that it holds all."""
-    from titanlite.checkpoint import state
-
     return patch.object(state, "optimizer_pieces", lambda job: {})
 
 
 def reduced_in_bfloat16() -> AbstractContextManager[Any]:
     """FSDP2 reduces gradients in the dtype that it computes in."""
-    from dataclasses import replace
-
-    import torch
-
-    from titanlite.parallelize.fsdp import apply as fsdp
-
     shard = fsdp.fully_shard
 
     def low(module, *, mp_policy, **options):
@@ -452,17 +405,11 @@ def ring_counts_up() -> AbstractContextManager[Any]:
 
     On two ranks those are the same.
     """
-    from titanlite.parallelize.async_tensor_parallel.ring_product import ChunkRing
-
     return patch.object(ChunkRing, "gathered", lambda self, step: (self.rank + step) % self.size)
 
 
 def ring_leaves_out_a_product() -> AbstractContextManager[Any]:
     """Rank 1 does not add its own product to the sum that has come to it."""
-    import torch.distributed as dist
-
-    from titanlite.parallelize.async_tensor_parallel import ring_product
-
     add = ring_product.add
 
     def but_on_one_rank(total, product):
@@ -474,7 +421,6 @@ def ring_leaves_out_a_product() -> AbstractContextManager[Any]:
 
 def amax_of_own_tokens() -> AbstractContextManager[Any]:
     """Each rank scales what it casts to float8 by its own largest magnitude."""
-    from titanlite.parallelize.float8 import linear as float8_linear
 
     def local(amaxes):
         return [amax for amax, _ in amaxes]
@@ -484,9 +430,6 @@ def amax_of_own_tokens() -> AbstractContextManager[Any]:
 
 def rowwise_cast_tensorwise() -> AbstractContextManager[Any]:
     """A tensor-parallel style multiplies every float8 layer by the tensorwise recipe."""
-    from titanlite.parallelize.float8.torchao import find_recipe
-    from titanlite.parallelize.tensor_parallel import styles
-
     product = styles._product
 
     def tensorwise(layer, x, weight):
@@ -498,10 +441,6 @@ def rowwise_cast_tensorwise() -> AbstractContextManager[Any]:
 
 def style_without_float8() -> AbstractContextManager[Any]:
     """A tensor-parallel style multiplies by itself, in full precision."""
-    import torch.nn.functional as F
-
-    from titanlite.parallelize.tensor_parallel import styles
-
     return patch.object(styles, "_product", lambda layer, x, weight: F.linear(x, weight))
 
 
@@ -510,10 +449,6 @@ def shared_experts_gradient_not_reduced() -> AbstractContextManager[Any]:
 
     The input of the shared experts is gathered, and its gradient taken for a replicated one.
     """
-    from torch.distributed.tensor import DTensor, Partial
-
-    from titanlite.modules.experts import ExpertLayer
-
     forward, to_local = ExpertLayer.forward, DTensor.to_local
     inside = []
 
@@ -540,10 +475,6 @@ def bias_added_before_the_sum() -> AbstractContextManager[Any]:
 
     The sum then has the bias as many times as there are ranks.
     """
-    import torch.distributed as dist
-
-    from titanlite.parallelize.tensor_parallel import styles
-
     product = styles._product
 
     def biased(layer, x, weight):
@@ -557,8 +488,6 @@ def bias_added_before_the_sum() -> AbstractContextManager[Any]:
 
 
 def _scaled_expert_gradients(factor: float) -> AbstractContextManager[Any]:
-    from titanlite.modules.experts import layer
-
     swiglu = layer.swiglu
 
     def scaled(x, w1, w2, w3, *rest, **others):
@@ -583,8 +512,6 @@ def expert_gradients_doubled() -> AbstractContextManager[Any]:
 
 def experts_left_out_of_the_norm() -> AbstractContextManager[Any]:
     """Megatron-LM #5916: with ep and tp, only the first rank of tp counts its experts."""
-    from titanlite.training import norm
-
     axes_of = norm.axes_of
 
     def as_replicated_over_tp(name):
@@ -596,8 +523,6 @@ def experts_left_out_of_the_norm() -> AbstractContextManager[Any]:
 
 def sequence_loss_by_microbatch() -> AbstractContextManager[Any]:
     """Megatron-LM #5798: the auxiliary loss is a mean over the sequences of a microbatch."""
-    from titanlite.modules.experts import layer
-
     whole = layer.sequence_loss
 
     def mean(scores, *rest):
@@ -609,7 +534,6 @@ def sequence_loss_by_microbatch() -> AbstractContextManager[Any]:
 
 def counted_in_the_forward_pass() -> AbstractContextManager[Any]:
     """Tokens are counted where they are routed, which recomputation does again."""
-    from titanlite.modules.experts import balance, layer
 
     def observe(weights, chosen, num_experts, loss, tally, *_):
         tally.add(balance.count_slots(chosen.reshape(1, -1), num_experts)[0], None)
@@ -619,8 +543,6 @@ def counted_in_the_forward_pass() -> AbstractContextManager[Any]:
 
 
 def bias_updated_every_microbatch() -> AbstractContextManager[Any]:
-    from titanlite.training.step import Trainer
-
     compute = Trainer._forward_backward
 
     def with_update(self, batch, num_targets, *, is_last):
@@ -635,8 +557,6 @@ def bias_updated_every_microbatch() -> AbstractContextManager[Any]:
 
 def counts_of_own_tokens() -> AbstractContextManager[Any]:
     """Every rank balances by the tokens that it routes itself."""
-    from titanlite.modules.experts import Balancer, balancer
-
     finish = Balancer.finish
 
     def own(self):
@@ -648,9 +568,6 @@ def counts_of_own_tokens() -> AbstractContextManager[Any]:
 
 def shared_experts_reduced_twice() -> AbstractContextManager[Any]:
     """The output of the shared experts, complete on each rank of tp, is summed over tp."""
-    import torch.distributed as dist
-
-    from titanlite.modules.experts import ExpertLayer
 
     def forward(self, x, positions):
         shared = self.shared_experts(x)
@@ -663,10 +580,6 @@ def shared_experts_reduced_twice() -> AbstractContextManager[Any]:
 
 def wrong_offset_of_experts_on_one_rank() -> AbstractContextManager[Any]:
     """Rank 1 takes its second expert for its first."""
-    import torch.distributed as dist
-
-    from titanlite.modules.experts import layer
-
     swiglu = layer.swiglu
 
     def shifted(x, w1, w2, w3, *rest, **others):
@@ -679,17 +592,11 @@ def wrong_offset_of_experts_on_one_rank() -> AbstractContextManager[Any]:
 
 def combined_in_another_order() -> AbstractContextManager[Any]:
     """What comes back from the experts is taken to be in the order of the tokens."""
-    from titanlite.modules.experts import layer
-
     return patch.object(layer, "gather_back", lambda rows, order: rows)
 
 
 def padded_rows_have_gradients() -> AbstractContextManager[Any]:
     """Each expert's rows are padded to a multiple of 8 by old values, which are not masked."""
-    import torch
-
-    from titanlite.modules.experts import layer
-
     swiglu = layer.swiglu
 
     def padded(x, w1, w2, w3, counts, **rest):
@@ -710,16 +617,10 @@ def padded_rows_have_gradients() -> AbstractContextManager[Any]:
 
 def router_gradient_not_reduced() -> AbstractContextManager[Any]:
     """TorchTitan #2387: each rank of tp updates its gate by the gradient of its own tokens."""
-    from torch.distributed.tensor import Replicate
-
-    from titanlite.parallelize.expert_parallel import apply as expert_parallel
-
     return patch.object(expert_parallel, "Partial", Replicate)
 
 
 def _scale_gradient(tensor, factor: float):
-    import torch
-
     class Scale(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

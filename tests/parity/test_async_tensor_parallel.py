@@ -7,30 +7,28 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from test_plan_invariance import TOLERANCE, assert_invariant
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
 from training import debug_config, difference, on_ranks, train
 
+from tests.benchmarks.async_tensor_parallel import TARGET, WHOLE_TARGET, measure_overlap
 from titanlite.config import JobConfig, check_machine, resolve_job
 from titanlite.errors import ConfigError, TitanliteError
-from titanlite.parallelize.async_tensor_parallel.apply import Fusions
+from titanlite.job import build_job
+from titanlite.parallelize import apply_tp
+from titanlite.parallelize.async_tensor_parallel import ring_product
+from titanlite.parallelize.async_tensor_parallel.apply import Fusions, enable_symmetric_memory
+from titanlite.parallelize.async_tensor_parallel.ring_product import gather_product, product_scatter
+from titanlite.parallelize.tensor_parallel.styles import GatherColwise, RowwiseLocal
 from titanlite.ranks.launch import spawn
-
-# torch is imported by the functions that run on ranks, as in any program that starts some.
 
 
 def ring_results(world: Any) -> dict[str, Any]:
     """What both rings give, as this rank sees it, against one product of the whole."""
-    import torch
-    import torch.distributed as dist
-    import torch.nn.functional as F
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    from titanlite.parallelize.async_tensor_parallel import ring_product
-    from titanlite.parallelize.async_tensor_parallel.ring_product import (
-        gather_product,
-        product_scatter,
-    )
-
     group, n, rank = dist.group.WORLD, world.size, world.rank
     found: dict[str, Any] = {"equal": [], "differences": {}, "sent": {}, "said": []}
 
@@ -176,12 +174,6 @@ WITHOUT_RING_STYLES = {
 
 def jobs(world: Any) -> list[Any]:
     """What the effective plan says of a job, and what becomes of ones that have nothing to do."""
-    from torch import nn
-
-    from titanlite.job import build_job
-    from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.tensor_parallel.styles import GatherColwise, RowwiseLocal
-
     job = build_job(resolve_job(debug_config(ring_of())), world)
     found: list[Any] = [next(row for row in job.applied if row.feature.startswith("async"))]
     compiled = debug_config(ring_of(), {"compile": {"enable": True, "backend": "aot_eager"}})
@@ -355,9 +347,6 @@ def plain_kernels() -> Iterator[None]:
 
     There is no symmetric memory on CPU, and the pass takes NCCL's absence for that of GPUs.
     """
-    import torch
-    import torch.distributed as dist
-
     c10d = torch.ops._c10d_functional
 
     def size_of(group_name: str) -> int:
@@ -390,18 +379,11 @@ def fused_by_inductor(world: Any) -> tuple[dict[str, int], float]:
 
     What is counted, and how far all that comes out is from the layer as it is.
     """
-    import torch
     from functorch.compile import make_boxed_func
-    from torch import nn
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
     from torch._inductor.fx_passes.post_grad import view_to_reshape
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.async_tensor_parallel.apply import enable_symmetric_memory
-    from titanlite.parallelize.tensor_parallel.styles import GatherColwise, RowwiseLocal
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -470,10 +452,6 @@ def test_inductor_fuses_what_the_styles_make() -> None:
 
 def fused_job(world: Any) -> list[Any]:
     """A job on symmetric memory, through inductor: compiled, from disk, and where nothing fuses."""
-    import torch
-
-    from titanlite.job import build_job
-
     asked = ring_of(async_tensor_parallel_backend="symmetric_memory")
     compiled = {"compile": {"enable": True, "components": ["model"]}}
     resolved = resolve_job(debug_config(asked, compiled))
@@ -519,8 +497,6 @@ def test_a_job_counts_what_is_fused_and_warns_where_nothing_is() -> None:
 @pytest.mark.timeout(900)
 def test_a_ring_overlaps() -> None:
     """Of three measurements one, since what else a machine does is in each of them."""
-    from tests.benchmarks.async_tensor_parallel import TARGET, WHOLE_TARGET, measure_overlap
-
     gains: list[dict[str, float]] = []
     for _ in range(3):
         found, _ = spawn(measure_overlap, 2, timeout_seconds=280)[0]

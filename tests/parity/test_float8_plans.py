@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import checksums
 from training import DEBUG_JOB, Sections, debug_config, merged
 
 from tests.benchmarks.communication import Collective, count_plans, totals
+from titanlite.checkpoint.run import Checkpoints
 from titanlite.config import JobConfig, resolve_job
+from titanlite.job import build_job
 from titanlite.models.image_transformer.config import FLAVORS
+from titanlite.plan_row import PlanRow
 from titanlite.ranks.launch import spawn
+from titanlite.ranks.world import open_world
 from titanlite.tools.verify.verify import Verifier
 
 REPLICATE, SHARD = "data_parallel_replicate_degree", "data_parallel_shard_degree"
@@ -148,8 +153,6 @@ def test_a_step_sends_what_the_note_says() -> None:
 
 
 def test_the_effective_plan_lists_the_layers_and_their_product() -> None:
-    from titanlite.plan_row import PlanRow
-
     (row,) = spawn(_float8_row, 1, debug_config(float8("rowwise"), plan(4)))
     assert isinstance(row, PlanRow)
     assert (row.requested, row.active) == ("rowwise", "rowwise")
@@ -162,9 +165,6 @@ def test_the_effective_plan_lists_the_layers_and_their_product() -> None:
 
 
 def _float8_row(place: Any, config: Any) -> Any:
-    from titanlite.job import build_job
-    from titanlite.ranks.world import open_world
-
     with open_world(place) as world:
         job = build_job(resolve_job(config, world.size), world)
         return next(row for row in job.applied if row.feature == "float8")
@@ -191,12 +191,6 @@ def test_a_run_resumes_to_the_bit_and_goes_on_plain_and_back(tmp_path: Path) -> 
 
 def _train_in_parts(place: Any, runs: list[Any], folder: str) -> list[dict[str, str]]:
     """For each run, jobs that go on from each other, each up to a step: the last one's state."""
-    from plans import checksums
-
-    from titanlite.checkpoint.run import Checkpoints
-    from titanlite.job import build_job
-    from titanlite.ranks.world import open_world
-
     states = []
     with open_world(place) as world:
         for number, parts in enumerate(runs):

@@ -4,12 +4,17 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from test_train_script import command, metrics, run
 from training import debug_config
 
 from titanlite.config import JobConfig, resolve_job
 from titanlite.errors import NonFiniteError
+from titanlite.job import build_job
+from titanlite.modules.names import canonical_name
+from titanlite.modules.shards import local_part
 from titanlite.ranks.launch import Place, spawn
+from titanlite.ranks.world import open_world
 from titanlite.training.non_finite import Findings, Sighting, describe
 
 BAD_RANK = 2
@@ -50,11 +55,6 @@ WORDS = {
 
 def spoil(job: Any, kind: str) -> None:
     """Have one module, on this rank alone, put out or pass back what is not a number."""
-    import torch
-
-    from titanlite.modules.names import canonical_name
-    from titanlite.modules.shards import local_part
-
     modules = {canonical_name(n): m for part in job.parts for n, m in part.named_modules()}
     if kind == "parameter":
         weights = {canonical_name(n): p for part in job.parts for n, p in part.named_parameters()}
@@ -80,12 +80,6 @@ def take_bad_steps(place: Place, cases: list[tuple[str, JobConfig]]) -> list[tup
 
     The bad one is taken twice, stopped at and skipped.
     """
-    import torch
-
-    from titanlite.job import build_job
-    from titanlite.modules.shards import local_part
-    from titanlite.ranks.world import open_world
-
     said = []
     with open_world(place) as world:
         for kind, config in cases:

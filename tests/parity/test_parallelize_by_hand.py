@@ -6,21 +6,45 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils import parametrizations
 from training import on_ranks
 
-# torch is imported by the functions that run on ranks, as in any program that starts some.
+from titanlite.errors import TitanliteError
+from titanlite.models.image_transformer.model import ImageEmbeddings
+from titanlite.modules.batch import make_batch
+from titanlite.modules.shards import local_part, shard_of, whole_tensor
+from titanlite.modules.tied import find_tied
+from titanlite.parallelize import (
+    ParallelPlan,
+    PipelineRunner,
+    apply_ac,
+    apply_compile,
+    apply_cp,
+    apply_ddp,
+    apply_fsdp,
+    apply_tp,
+    split_model,
+)
+from titanlite.parallelize.tensor_parallel.styles import (
+    EmbeddingLocal,
+    EmbeddingRowwise,
+    GatherColwise,
+    NormLocal,
+    RowwiseLocal,
+)
+from titanlite.schedule import make_schedule
+from titanlite.training.initial_weights import initialize
+from titanlite.training.norm import clip_gradients, gradient_norm, reduce_partial_gradients
 
 
 def tp_by_hand(world):
     """The notes' plan, by hand, on a bare ImageEmbeddings; also the plan registered for it."""
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import RowwiseParallel
-
-    from titanlite.models.image_transformer.model import ImageEmbeddings
-    from titanlite.modules.shards import whole_tensor
-    from titanlite.parallelize import apply_tp
 
     def build():
         torch.manual_seed(0)
@@ -73,15 +97,6 @@ def styles_with_biases(world, is_rounded=False, by_keyword=False, rings=False, i
 
     Rounded layers have a product of their own: sixteenths of what weight and input are.
     """
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    from titanlite.modules.shards import whole_tensor
-    from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.tensor_parallel.styles import GatherColwise, NormLocal, RowwiseLocal
-    from titanlite.training.norm import reduce_partial_gradients
 
     class Block(nn.Module):
         def __init__(self):
@@ -154,13 +169,6 @@ def test_local_styles_multiply_as_a_layer_of_its_own_product_does():
 
 def styles_by_keyword(world):
     """The module of styles_with_biases, called with its input by keyword, in all three forms."""
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from titanlite.errors import TitanliteError
-    from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.tensor_parallel.styles import GatherColwise
-
     for how in ({}, {"rings": True}, {"is_compiled": True}):
         assert styles_with_biases(world, by_keyword=True, **how)
 
@@ -191,16 +199,6 @@ def test_a_gathered_input_may_be_a_keyword_argument():
 
 def vocabulary_by_hand(world):
     """EmbeddingRowwise: an uneven vocabulary, a padding row, and a table that is too short."""
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    from titanlite.modules.shards import whole_tensor
-    from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.tensor_parallel.styles import EmbeddingRowwise
-    from titanlite.training.norm import reduce_partial_gradients
-
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
     reports = []
     for num_rows, padding in ((13, None), (13, 0), (13, 9), (13, 12), (3, 1)):
@@ -230,15 +228,7 @@ def test_an_embedding_table_is_sharded_by_the_vocabulary():
 
 
 def test_a_style_on_the_wrong_module_says_so():
-    from titanlite.errors import TitanliteError
-
     def wrong(world):
-        from torch import nn
-        from torch.distributed.device_mesh import init_device_mesh
-
-        from titanlite.parallelize import apply_tp
-        from titanlite.parallelize.tensor_parallel.styles import NormLocal
-
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
         apply_tp(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": NormLocal()})
 
@@ -249,20 +239,6 @@ def test_a_style_on_the_wrong_module_says_so():
 
 def refused_layers(world):
     """What each style says of layers that compute something else than the style would."""
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.nn.utils import parametrizations
-
-    from titanlite.errors import TitanliteError
-    from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.tensor_parallel.styles import (
-        EmbeddingLocal,
-        EmbeddingRowwise,
-        GatherColwise,
-        NormLocal,
-        RowwiseLocal,
-    )
 
     class LowPrecisionLinear(nn.Linear):
         def forward(self, x):
@@ -331,11 +307,6 @@ def test_a_style_never_leaves_out_what_a_layer_computes():
 
 def steps_without_blocks(world):
     """What each step says of a model whose plan names blocks that it does not have."""
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from titanlite.errors import TitanliteError
-    from titanlite.parallelize import ParallelPlan, apply_ac, apply_compile, apply_cp
 
     class Model(nn.Module):
         def __init__(self, **parts):
@@ -382,15 +353,6 @@ def test_a_step_that_would_do_nothing_says_so():
 
 def tied_by_hand(world):
     """A plain tied model by each apply_x, and in two stages, against the model on one process."""
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    from titanlite.modules.shards import whole_tensor
-    from titanlite.parallelize import ParallelPlan, apply_ac, apply_ddp, apply_fsdp, apply_tp
-    from titanlite.training.norm import gradient_norm
 
     class Model(nn.Module):
         def __init__(self):
@@ -466,15 +428,6 @@ def test_tied_weights_stay_one_parameter():
 
 def tied_stages_by_hand(world):
     """Two stages of a tied model, whose copies get the gradient of both uses."""
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from titanlite.modules.batch import make_batch
-    from titanlite.modules.tied import find_tied
-    from titanlite.parallelize import PipelineRunner, split_model
-    from titanlite.schedule import make_schedule
-    from titanlite.training.initial_weights import initialize
 
     class Model(nn.Module):
         def __init__(self):
@@ -528,13 +481,6 @@ def test_tied_weights_of_two_stages_have_one_gradient():
 
 
 def refused_ties(world):
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel
-
-    from titanlite.errors import TitanliteError
-    from titanlite.parallelize import ParallelPlan, apply_fsdp, apply_tp
-
     def build():
         model = nn.ModuleDict({"table": nn.Embedding(4, 4), "output": nn.Linear(4, 4, bias=False)})
         model["output"].weight = model["table"].weight
@@ -576,19 +522,6 @@ def test_tied_weights_are_not_untied_in_silence():
 
 def shards_of_every_kind(world):
     """shard_of cuts, and whole_tensor restores, what FSDP2 and TP cut; uneven and empty too."""
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    from titanlite.modules.shards import local_part, shard_of, whole_tensor
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for rows in (1, 3, 8, 17):
         full = torch.arange(rows * 6.0).reshape(rows, 6)
@@ -613,14 +546,6 @@ def test_shards_and_wholes():
 
 def norm_and_clip(world):
     """The norm counts each element once: cut, replicated, partly replicated and plain."""
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from titanlite.modules.shards import whole_tensor
-    from titanlite.training.norm import clip_gradients, gradient_norm
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     parameters, fulls = [], []
     for index, (where, placements) in enumerate(
@@ -656,13 +581,6 @@ def test_gradient_norm_and_clipping():
 
 def page_snippet(world, snippet):
     """The page's lines on a small model: with a dictionary as the plan, and a ParallelPlan."""
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    from titanlite.modules.shards import whole_tensor
-    from titanlite.parallelize import ParallelPlan
 
     class Block(nn.Module):
         def __init__(self):

@@ -5,13 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from training import FEW_STEPS, STEPS, Sections, Training, debug_config, differences, train
 
 from titanlite.config import JobConfig, resolve_job
+from titanlite.job import build_job
+from titanlite.parallelize.pipeline_parallel.apply import open_pairs
 from titanlite.ranks.launch import Place, spawn
+from titanlite.ranks.world import open_world
 from titanlite.schedule import make_schedule, write_csv
 from titanlite.schedule.walk import WORK
 from titanlite.tools.figures.timeline import GATHER, RECEIVE, REDUCE, SEND_TO, walk
+from titanlite.tools.gallery.pipeline_timeline import PipelineRecorder, gather_timeline
+from titanlite.tools.sample.generate import sample_sequences
 
 TOLERANCE = 1e-11
 JOB: Sections = {"model": {"num_layers": 6}, "training": {"local_batch_size": 8}}
@@ -163,11 +170,6 @@ SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "
 
 
 def _observe(place: Place, configs: list[JobConfig]) -> list[dict[str, Any]]:
-    from titanlite.job import build_job
-    from titanlite.ranks.world import open_world
-    from titanlite.tools.gallery.pipeline_timeline import PipelineRecorder, gather_timeline
-    from titanlite.tools.sample.generate import sample_sequences
-
     seen = []
     with open_world(place) as world:
         for config in configs:
@@ -223,10 +225,6 @@ DRAWN = [*SCHEDULES, "InterleavedZeroBubble", "ZB-H1"]
 
 def _draw(place: Place, configs: dict[str, JobConfig]) -> dict[str, list[Any]]:
     """The timeline of the last of two steps; what this rank recorded in each."""
-    from titanlite.job import build_job
-    from titanlite.ranks.world import open_world
-    from titanlite.tools.gallery.pipeline_timeline import PipelineRecorder, gather_timeline
-
     drawn = {}
     with open_world(place) as world:
         for name, config in configs.items():
@@ -290,12 +288,6 @@ def test_every_rank_has_its_row_its_name_and_what_it_sent(
 
 def _open(place: Place, stage_to_rank: list[int]) -> list[tuple[str, int]]:
     """The messages of a rank: how, and to or from which rank."""
-    import torch
-    import torch.distributed as dist
-
-    from titanlite.parallelize.pipeline_parallel.apply import open_pairs
-    from titanlite.ranks.world import open_world
-
     found = []
     with open_world(place), pytest.MonkeyPatch.context() as patches:
         send, recv, batch = dist.send, dist.recv, dist.batch_isend_irecv

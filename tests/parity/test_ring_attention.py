@@ -1,23 +1,39 @@
 """Ring attention on real ranks against full attention: values, traffic, memory, wrapping."""
 
 import math
+from functools import partial
 from itertools import product
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode
 from training import on_ranks
 
-from titanlite.modules.attention import LAYOUTS
+from titanlite.errors import ConfigError
+from titanlite.modules.attention import LAYOUTS, make_layout
+from titanlite.parallelize import ParallelPlan, apply_ac
+from titanlite.parallelize.context_parallel import ring, rotation
+from titanlite.parallelize.context_parallel.ring import RingAttention, ring_attention
 from titanlite.parallelize.context_parallel.rotation import ROTATE_METHODS
 from titanlite.ranks.launch import Place, spawn
-from titanlite.ranks.world import World
+from titanlite.ranks.world import World, open_world
 
 TIMEOUT_SECONDS = 120
 
 
 def full_tensors(num_ranks, num_local, dtype, num_kv_heads=4, batch=2, head_dim=8, seed=0):
     """q, k, v and the gradient of the output for the whole sequence, rounded to `dtype`."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     shapes = [
         (batch, h, num_ranks * num_local, head_dim) for h in (4, num_kv_heads, num_kv_heads, 4)
@@ -27,8 +43,6 @@ def full_tensors(num_ranks, num_local, dtype, num_kv_heads=4, batch=2, head_dim=
 
 def mask_loss(grad_out):
     """Keep the loss of a few tokens, none in the first third, so some ranks have no loss at all."""
-    import torch
-
     valid = torch.rand(grad_out.size(2), generator=torch.Generator().manual_seed(1)) < 0.3
     valid[: grad_out.size(2) // 3] = False
     return grad_out * valid[:, None]
@@ -36,28 +50,17 @@ def mask_loss(grad_out):
 
 def with_gradients(attention, q, k, v, grad_out):
     """(out, dq, dk, dv), in float64."""
-    import torch
-
     inputs = [part.detach().clone().requires_grad_() for part in (q, k, v)]
     out = attention(*inputs)
     return [part.double() for part in (out, *torch.autograd.grad(out, inputs, grad_out))]
 
 
 def plain(causal, num_kv_heads):
-    from functools import partial
-
-    from torch.nn.functional import scaled_dot_product_attention
-
     return partial(scaled_dot_product_attention, is_causal=causal, enable_gqa=num_kv_heads < 4)
 
 
 def ring_errors(world: World, cases: list[tuple]) -> list[list[tuple]]:
     """Per case and tensor (out, dq, dk, dv): local max error, magnitude, sum of squared errors."""
-    import torch.distributed as dist
-
-    from titanlite.modules.attention.layout import make_layout
-    from titanlite.parallelize.context_parallel.ring import ring_attention
-
     errors = []
     for layout_name, rotate_method, causal, num_kv_heads, batch, num_local, dtype in cases:
         layout = make_layout(layout_name, world.size)
@@ -85,8 +88,6 @@ def ring_errors(world: World, cases: list[tuple]) -> list[list[tuple]]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_against_full_attention(num_ranks):
-    import torch
-
     shortest = {"headtail": 2, "striped": 1, "none": 1}
     cases = [
         (layout, rotate_method, causal, num_kv_heads, batch, num_local, dtype)
@@ -111,8 +112,6 @@ def test_against_full_attention(num_ranks):
 
 def test_triangles_cut_for_the_kernel():
     """Long enough that causal tiles are split for the CPU kernel (above 256 keys)."""
-    import torch
-
     cases = [
         (layout, "alltoall", True, 2, 1, 600, dtype)
         for layout, dtype in product(LAYOUTS, (torch.float64, torch.float32))
@@ -125,8 +124,6 @@ def test_triangles_cut_for_the_kernel():
 
 @pytest.mark.parametrize("rotate_method", ROTATE_METHODS)
 def test_bfloat16_is_as_exact_as_plain_bfloat16(rotate_method):
-    import torch
-
     cases = [(layout, rotate_method, True, 2, 1, 96, torch.bfloat16) for layout in LAYOUTS]
     per_rank = on_ranks(ring_errors, 4, cases, threads=True)
     *qkv, grad_out = full_tensors(4, 96, torch.bfloat16, 2, 1)
@@ -143,22 +140,11 @@ def test_bfloat16_is_as_exact_as_plain_bfloat16(rotate_method):
 
 def documents_of(lengths: list[list[int]]):
     """Numbers of documents [B, T] of these lengths."""
-    import torch
-
     return torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
 
 
 def document_errors(world: World, cases: list[tuple]) -> list[tuple[list[float], list[str]]]:
     """Per case the largest relative errors of (out, dq, dk, dv), and how each part was computed."""
-    from unittest.mock import patch
-
-    import torch.distributed as dist
-    from torch.nn.functional import scaled_dot_product_attention
-
-    from titanlite.modules.attention import make_layout
-    from titanlite.parallelize.context_parallel import ring
-    from titanlite.parallelize.context_parallel.ring import ring_attention
-
     found = []
     of = ring._parts
     for layout_name, rotate_method, causal, num_kv_heads, lengths, dtype in cases:
@@ -199,8 +185,6 @@ def document_errors(world: World, cases: list[tuple]) -> list[tuple[list[float],
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_documents_do_not_see_each_other(num_ranks):
     """Against a dense mask; short documents leave rows without keys in most blocks."""
-    import torch
-
     num_tokens = 6 * num_ranks
     lengths = {
         "one": [[num_tokens], [num_tokens]],
@@ -223,8 +207,6 @@ def test_documents_do_not_see_each_other(num_ranks):
 
 
 def test_only_parts_with_a_document_in_common_are_computed():
-    import torch
-
     def parts(layout, lengths, num_ranks=4):
         cases = [(layout, "alltoall", True, 4, lengths, torch.float64)]
         found = on_ranks(document_errors, num_ranks, cases)
@@ -243,8 +225,6 @@ def test_only_parts_with_a_document_in_common_are_computed():
 
 
 def test_documents_in_triangles_cut_for_the_kernel():
-    import torch
-
     cases = [
         (layout, "alltoall", True, 2, [[700, 90, 410], [1199, 1]], torch.float64)
         for layout in LAYOUTS
@@ -256,11 +236,6 @@ def test_documents_in_triangles_cut_for_the_kernel():
 
 def mesh_axis_errors(world: World) -> list[float]:
     """Largest relative errors on one axis of a 2D mesh; each row has its own sequence."""
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from titanlite.parallelize.context_parallel.ring import RingAttention
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     row, rank = mesh.get_coordinate()
     whole = full_tensors(2, 6, torch.float64, num_kv_heads=2, seed=row)
@@ -280,12 +255,6 @@ def test_on_one_axis_of_a_mesh():
 
 def unusual_errors(world: World) -> list[float]:
     """Largest relative error with non-contiguous tensors and with very large scores."""
-    import torch
-    import torch.distributed as dist
-
-    from titanlite.modules.attention import make_layout
-    from titanlite.parallelize.context_parallel.ring import ring_attention
-
     errors = []
     layout = make_layout("headtail", world.size)
     for factor in (1.0, 1e4):
@@ -313,12 +282,6 @@ def test_unusual_strides_and_enormous_scores():
 
 def counted_flops(world: World) -> int:
     """FLOPs of this rank's part of attention, as PyTorch counts them."""
-    import torch
-    import torch.distributed as dist
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from titanlite.parallelize.context_parallel.ring import ring_attention
-
     q, k, v, grad_out = full_tensors(1, 6, torch.float32, num_kv_heads=2)
     with FlopCounterMode(display=False) as counter:
         out = ring_attention(*(part.requires_grad_() for part in (q, k, v)), dist.group.WORLD)
@@ -334,14 +297,6 @@ def test_flop_counter_sees_the_operator():
 
 def counted_bytes(place: Place, cases: list[tuple]) -> list[tuple[int, int]]:
     """Bytes that this rank sends by P2P, forward and backward."""
-    from unittest.mock import patch
-
-    import torch
-    import torch.distributed as dist
-
-    from titanlite.parallelize.context_parallel.ring import ring_attention
-    from titanlite.ranks.world import open_world
-
     counted = []
     post = dist.batch_isend_irecv
 
@@ -363,10 +318,6 @@ def counted_bytes(place: Place, cases: list[tuple]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_bytes_counted_where_they_are_sent(num_ranks):
-    import torch
-
-    from titanlite.modules.attention import make_layout
-
     cases = list(product(LAYOUTS, (True, False), (torch.float32, torch.bfloat16)))
     per_rank = spawn(counted_bytes, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS)
     for number, (name, causal, dtype) in enumerate(cases):
@@ -396,11 +347,6 @@ def test_bytes_counted_where_they_are_sent(num_ranks):
 
 def saved_bytes(world: World, num_tokens: int, cases: list[tuple[str, str]]) -> list[int]:
     """Bytes of activations that autograd keeps on this rank between forward and backward."""
-    import torch
-    import torch.distributed as dist
-
-    from titanlite.modules.attention import make_layout
-    from titanlite.parallelize.context_parallel.ring import ring_attention
 
     def note(tensor):
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -431,22 +377,6 @@ def test_saved_activations_fall_as_the_number_of_ranks():
 
 def wrapped_errors(place: Place, wrapping: str) -> tuple[float, int]:
     """Largest relative gradient error of a wrapped layer, and how often it posted messages."""
-    from functools import partial
-    from unittest.mock import patch
-
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.utils.checkpoint import (
-        CheckpointPolicy,
-        checkpoint,
-        create_selective_checkpoint_contexts,
-    )
-
-    from titanlite.parallelize import ParallelPlan, apply_ac
-    from titanlite.parallelize.context_parallel.ring import RingAttention
-    from titanlite.ranks.world import open_world
-
     operator = torch.ops.titanlite.ring_attention.default
     post = dist.batch_isend_irecv
 
@@ -520,13 +450,6 @@ def test_inside_checkpointing_and_compilation(wrapping, num_forward):
 
 
 def test_the_own_block_is_computed_while_the_others_arrive(monkeypatch):
-    from types import SimpleNamespace
-
-    import torch
-
-    from titanlite.modules.attention import make_layout
-    from titanlite.parallelize.context_parallel import rotation
-
     done: list[str | int] = []
 
     def all_gather(*_: object, async_op: bool, **__: object) -> SimpleNamespace:
@@ -543,9 +466,6 @@ def test_the_own_block_is_computed_while_the_others_arrive(monkeypatch):
 
 def check_operator(world: World, rotate_method: str) -> None:
     """PyTorch's own test of a custom operator: schema, fake tensors, autograd, compilation."""
-    import torch
-    import torch.distributed as dist
-
     q = torch.randn(2, 6, 4, 8, requires_grad=True).transpose(1, 2)
     kv = torch.randn(2, 2, 6, 8, requires_grad=True)
     settings = (dist.group.WORLD.group_name, "headtail", rotate_method, True, 0.3)
@@ -590,13 +510,6 @@ MISTAKES = {
 
 def call_badly(world: World) -> dict[str, str]:
     """The error message for each mistake."""
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from titanlite.errors import ConfigError
-    from titanlite.modules.attention import make_layout
-    from titanlite.parallelize.context_parallel.ring import ring_attention
-
     plane = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("dp", "cp"))
     mesh = plane["cp"]
     q, k = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)

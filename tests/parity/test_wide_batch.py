@@ -8,10 +8,15 @@ from training import CP, FEW_STEPS, PP, TP, JobConfig, Sections, differences, tr
 
 from titanlite.config import resolve_job
 from titanlite.errors import ConfigError
+from titanlite.job import build_job
+from titanlite.modules.batch import make_batch
 from titanlite.ranks.launch import Place, spawn
+from titanlite.ranks.world import open_world
 from titanlite.registry import DATASETS
+from titanlite.tools.sample.generate import NoSamplesError, sample_sequences
 from titanlite.tools.verify.shrink import shrink
 from titanlite.tools.verify.verify import Verifier
+from titanlite.training.loss import NEXT_TOKEN
 
 JOB: Sections = {
     "model": {"name": "wide", "flavor": "small"},
@@ -55,9 +60,6 @@ def test_verify_takes_a_loss_that_counts_by_itself(verifier: Verifier) -> None:
 
 
 def evaluate(place: Place, plan: dict[str, Any]) -> float:
-    from titanlite.job import build_job
-    from titanlite.ranks.world import open_world
-
     with open_world(place) as world:
         return build_job(resolve_job(config(plan), world.size), world).evaluate()
 
@@ -116,10 +118,6 @@ def test_a_job_with_fields_of_its_own_is_shrunk_on_its_own_data() -> None:
 
 
 def sample(place: Place) -> str:
-    from titanlite.job import build_job
-    from titanlite.ranks.world import open_world
-    from titanlite.tools.sample.generate import NoSamplesError, sample_sequences
-
     with open_world(place) as world:
         job = build_job(resolve_job(config(PP), world.size), world)
         with pytest.raises(NoSamplesError) as caught:
@@ -134,9 +132,6 @@ def test_what_sampled_tokens_do_not_have_is_said_on_every_rank() -> None:
 
 def test_a_loss_compiles() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
-
-    from titanlite.modules.batch import make_batch
-    from titanlite.training.loss import NEXT_TOKEN
 
     torch._dynamo.reset()
     compiled = NEXT_TOKEN.compiled("aot_eager")

@@ -116,6 +116,7 @@ def job(**parallelism: int) -> Any:
 SHARD = "data_parallel_shard_degree"
 REPLICATE = "data_parallel_replicate_degree"
 TP = "tensor_parallel_degree"
+REST, PRODUCT = "(or -1 for the remaining ranks)", "degrees that multiply to"
 
 
 @pytest.mark.parametrize(
@@ -154,101 +155,64 @@ def test_gpus_do_not_count_on_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "world_size", "expected"),
+    ("degrees", "num_ranks", "key", "needed", "given"),
     [
-        (
-            {TP: 3},
-            4,
-            f"parallelism.{TP}: tp 3 needs a multiple of 3 ranks, but there are 4; "
-            "give 2 or 4, or start 3 or 6 ranks",
-        ),
-        (
-            {TP: 4},
-            2,
-            f"parallelism.{TP}: tp 4 needs a multiple of 4 ranks, but there are 2; "
-            "give 2, or start 4 ranks",
-        ),
-        (
-            # 5 and 10 divide the 10 ranks, but not the model.
-            {TP: 3},
-            10,
-            f"parallelism.{TP}: tp 3 needs a multiple of 3 ranks, but there are 10; "
-            "give 2, or start 9 or 12 ranks",
-        ),
+        ({TP: 3}, 4, TP, "tp 3 needs a multiple of 3 ranks", "2 or 4, or start 3 or 6 ranks"),
+        ({TP: 4}, 2, TP, "tp 4 needs a multiple of 4 ranks", "2, or start 4 ranks"),
+        # 5 and 10 divide the 10 ranks, but not the model.
+        ({TP: 3}, 10, TP, "tp 3 needs a multiple of 3 ranks", "2, or start 9 or 12 ranks"),
         (
             {REPLICATE: 3, TP: 2},
             8,
-            f"parallelism.{REPLICATE}: dp_replicate 3 x tp 2 needs a multiple of 6 ranks, "
-            "but there are 8; give 2 or 4, or start 6 or 12 ranks",
+            REPLICATE,
+            "dp_replicate 3 x tp 2 needs a multiple of 6 ranks",
+            "2 or 4, or start 6 or 12 ranks",
         ),
         (
             {REPLICATE: 3, TP: 8},
             10,
-            "parallelism: dp_replicate 3 x tp 8 needs a multiple of 24 ranks, but there are 10; "
-            "give degrees that multiply to 10, or start 24 ranks",
+            "",
+            "dp_replicate 3 x tp 8 needs a multiple of 24 ranks",
+            f"{PRODUCT} 10, or start 24 ranks",
         ),
-        (
-            {SHARD: 4},
-            3,
-            f"parallelism.{SHARD}: dp_shard 4 needs 4 ranks, but there are 3; "
-            "give 3 (or -1 for the remaining ranks), or start 4 ranks",
-        ),
-        (
-            {SHARD: 1, TP: 2},
-            4,
-            f"parallelism.{SHARD}: tp 2 needs 2 ranks, but there are 4; "
-            "give 2 (or -1 for the remaining ranks), or start 2 ranks",
-        ),
-        (
-            {SHARD: 1, TP: 4},
-            2,
-            f"parallelism.{TP}: tp 4 needs 4 ranks, but there are 2; give 2, or start 4 ranks",
-        ),
-        (
-            {SHARD: 1},
-            2,
-            f"parallelism.{SHARD}: every degree is 1, but there are 2 ranks; "
-            "give 2 (or -1 for the remaining ranks), or start 1 rank",
-        ),
-        (
-            {SHARD: 2},
-            1,
-            f"parallelism.{SHARD}: dp_shard 2 needs 2 ranks, but there is 1; "
-            "give 1 (or -1 for the remaining ranks), or start 2 ranks",
-        ),
-        (
-            {SHARD: 2, TP: 3},
-            4,
-            f"parallelism.{TP}: dp_shard 2 x tp 3 needs 6 ranks, but there are 4; "
-            "give 2, or start 6 ranks",
-        ),
+        ({SHARD: 4}, 3, SHARD, "dp_shard 4 needs 4 ranks", f"3 {REST}, or start 4 ranks"),
+        ({SHARD: 1, TP: 2}, 4, SHARD, "tp 2 needs 2 ranks", f"2 {REST}, or start 2 ranks"),
+        ({SHARD: 1, TP: 4}, 2, TP, "tp 4 needs 4 ranks", "2, or start 4 ranks"),
+        ({SHARD: 1}, 2, SHARD, "every degree is 1", f"2 {REST}, or start 1 rank"),
+        ({SHARD: 2}, 1, SHARD, "dp_shard 2 needs 2 ranks", f"1 {REST}, or start 2 ranks"),
+        ({SHARD: 2, TP: 3}, 4, TP, "dp_shard 2 x tp 3 needs 6 ranks", "2, or start 6 ranks"),
         (
             {SHARD: 3, TP: 3},
             4,
-            "parallelism: dp_shard 3 x tp 3 needs 9 ranks, but there are 4; "
-            "give degrees that multiply to 4, or start 9 ranks",
+            "",
+            "dp_shard 3 x tp 3 needs 9 ranks",
+            f"{PRODUCT} 4, or start 9 ranks",
         ),
         (
             {SHARD: 2, TP: 2},
             1,
-            "parallelism: dp_shard 2 x tp 2 needs 4 ranks, but there is 1; "
-            "give degrees that multiply to 1, or start 4 ranks",
+            "",
+            "dp_shard 2 x tp 2 needs 4 ranks",
+            f"{PRODUCT} 1, or start 4 ranks",
         ),
         (
             {SHARD: -1, TP: 2, "context_parallel_degree": 2},
             1,
-            "parallelism: cp 2 x tp 2 needs a multiple of 4 ranks, but there is 1; "
-            "give degrees that multiply to 1, or start 4 ranks",
+            "",
+            "cp 2 x tp 2 needs a multiple of 4 ranks",
+            f"{PRODUCT} 1, or start 4 ranks",
         ),
     ],
 )
 def test_degrees_that_do_not_make_up_the_world(
-    parallelism: dict[str, int], world_size: int, expected: str
+    degrees: dict[str, int], num_ranks: int, key: str, needed: str, given: str
 ) -> None:
-    config = job(**parallelism)
     with pytest.raises(ConfigError) as caught:
-        make_parallel_dims(config, world_size)
-    assert caught.value.problems == (expected,)
+        make_parallel_dims(job(**degrees), num_ranks)
+    there = "there is 1" if num_ranks == 1 else f"there are {num_ranks}"
+    there += " ranks" if needed == "every degree is 1" else ""
+    at = f"parallelism.{key}" if key else "parallelism"
+    assert caught.value.problems == (f"{at}: {needed}, but {there}; give {given}",)
 
 
 def test_batch_is_checked_once_the_ranks_are_known() -> None:
