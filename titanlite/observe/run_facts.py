@@ -80,7 +80,7 @@ def device_fact(
     device_name: str = "",
     num_threads: int = 1,
 ) -> Fact:
-    """The hardware of a run: `active` is "cpu" or "cuda", and the counts are of this"""
+    """The hardware of a run on `active`, "cpu" or "cuda"; the counts are of this machine."""
     asked, num_ranks = resolved.config.job.device, resolved.dims.world_size
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     text = f"{active}, {ranks} with {backend}"
