@@ -73,7 +73,7 @@ def run(folder: Path, job: Sections, steps: int, plan: dict[str, int], **keys: A
             "training": {"steps": steps},
             "parallelism": plan,
             "sampling": {"num_samples": 0},
-            "validation": {"enable": True, "freq": 1, "local_batch_size": 2},
+            "validation": {"enable": True, "freq": 1, "steps": 4, "local_batch_size": 2},
             "checkpoint": {"enable": True, "last_save_model_only": False, **keys},
         },
     )
