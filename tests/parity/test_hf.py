@@ -27,6 +27,14 @@ PLANS: dict[str, dict[str, int]] = {
 }
 
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 16,
+}
+
+
 def job(config_class: str, plan: dict[str, int], **values: Any) -> dict[str, dict[str, Any]]:
     return {
         "model": {"name": "hf", "config_class": config_class, "values": {**SIZES, **values}},
@@ -63,17 +71,23 @@ def test_tied_qwen3_with_norms_of_heads_agrees(transformers_verifier: Verifier) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config_class", "plan"),
-    # Joined q, k and v, and norms of whole q and k; a norm without weights.
-    [("Phi3Config", "TP x FSDP"), ("Olmo2Config", "TP x FSDP"), ("OlmoConfig", "PP x CP")],
+    ("config_class", "plan", "values"),
+    # Joined q, k and v, and norms of whole q and k; a norm without weights; half of a head rotated;
+    # norms of heads with YaRN.
+    [
+        ("Phi3Config", "TP x FSDP", {}),
+        ("Olmo2Config", "TP x FSDP", {}),
+        ("OlmoConfig", "PP x CP", {}),
+        ("GlmConfig", "PP x CP", {"head_dim": 16}),
+        ("Qwen3Config", "PP x CP", {"head_dim": 16, "rope_parameters": YARN}),
+    ],
 )
 def test_other_families_agree(
-    transformers_verifier: Verifier, config_class: str, plan: str
+    transformers_verifier: Verifier, config_class: str, plan: str, values: dict[str, Any]
 ) -> None:
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    found = transformers_verifier.verify(
-        JobConfig.from_dict(job(config_class, PLANS[plan], **tokens)), steps=2
-    )
+    config = JobConfig.from_dict(job(config_class, PLANS[plan], **tokens, **values))
+    found = transformers_verifier.verify(config, steps=2)
     assert found.agrees, found.findings
     assert 1e-6 / found.margin < 1e-12
 
