@@ -87,7 +87,7 @@ def contrastive(outputs: Any, batch: Batch) -> Tensor:
     """
     both, number = list(outputs)[:2], tuple(batch.targets.shape)
     shapes = [tuple(getattr(one, "shape", ())) for one in both]
-    if len({(*number, one[-1:]) for one in shapes} | {*shapes}) != 2 or len(number) != 1:
+    if len(both) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != 2 or number != shapes[0][:1]:
         raise TitanliteError(
             "training.loss: contrastive needs two outputs [B, E] and targets [B], but they are "
             f"{' and '.join(str(list(shape)) for shape in shapes)}, and {list(number)}; change the "
@@ -124,7 +124,9 @@ def token_loss_sum(
         logits_BTV = logits_BTV.redistribute(placements=[Shard(logits_BTV.ndim - 1)]).to_local()
     logits, targets = logits_BTV.flatten(0, -2), targets_BT.flatten()
     weights = None if weights_BT is None else weights_BT.flatten().to(dtype)
-    is_large = logits.numel() * dtype.itemsize > LARGEST_CHUNK // (64 if has_cache(logits) else 4)
+    is_large = logits.numel() * dtype.itemsize > LARGEST_CHUNK // (
+        64 if prefers_small_chunks(logits) else 4
+    )
     # torch's own is faster for small logits, and where the compiler fuses the casts.
     if not (shards[0] or z_loss or (is_large and not torch.compiler.is_compiling())):
         wide, each = logits.to(dtype), "sum" if weights is None else "none"
@@ -199,7 +201,7 @@ def _reduced(tensor: Any, operator: str, group: str) -> Any:
     return calls.wait_tensor(calls.all_reduce(tensor, operator, group)) if group else tensor
 
 
-def has_cache(logits: Tensor) -> bool:
+def prefers_small_chunks(logits: Tensor) -> bool:
     """Whether small chunks are faster, since they fit into a CPU's cache."""
     return logits.is_cpu
 
@@ -207,7 +209,7 @@ def has_cache(logits: Tensor) -> bool:
 def _chunks(dtype: torch.dtype, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     """Rows of logits [N, V] that take at most LARGEST_CHUNK bytes in `dtype`, and of others [N]."""
     most = LARGEST_CHUNK // (logits.size(1) * dtype.itemsize)
-    if has_cache(logits):
+    if prefers_small_chunks(logits):
         most = min(most, max(most // 128, logits.size(0) // 64))
     # The compiler fuses what is done with all rows.
     number = max(1, logits.size(0) if torch.compiler.is_compiling() else most)

@@ -113,7 +113,7 @@ def stand_ins(device_type: str = "cpu", *, fuses_norms: bool = True) -> Iterator
         if device_type == "cuda" and not torch.cuda.is_available():
             stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
             stack.enter_context(patch.object(documents, "takes_rows", lambda _: True))
-            stack.enter_context(patch.object(loss, "has_cache", lambda _: False))
+            stack.enter_context(patch.object(loss, "prefers_small_chunks", lambda _: False))
             if fuses_norms:
                 stack.enter_context(patch.object(torch, "rms_norm", fused_rms_norm))
         for place, name, stand_in in (
