@@ -56,7 +56,14 @@ def test_an_average_is_that_of_the_weights(job: Sections) -> None:
         assert torch.equal(after[name], fourth)
 
 
-@pytest.mark.parametrize("plan", [{**PP, **SHARD}, {**TP, "context_parallel_degree": 2}], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {**PP, **SHARD},
+        pytest.param({**TP, "context_parallel_degree": 2}, marks=pytest.mark.slow, id="TP, CP"),
+    ],
+    ids=str,
+)
 def test_verify_knows_averages(verifier: Verifier, plan: dict[str, int]) -> None:
     validates: Sections = {"validation": {"enable": True, "local_batch_size": 2}}
     config = debug_config(EMA, validates, {"parallelism": plan})
