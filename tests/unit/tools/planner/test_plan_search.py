@@ -113,13 +113,12 @@ def test_an_evaluated_plan_is_that_of_plan_job() -> None:
     assert plan.prediction is not None
     assert found.seconds == pytest.approx(plan.prediction.step.seconds, rel=0.01)
     assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
-    small = dataclasses.replace(
-        H100, memory=dataclasses.replace(H100.memory, num_bytes=found.peak_bytes)
-    )
-    # No room for the margin.
-    assert Evaluator(config, small, is_compiled=False, use_cache=False).evaluate(changes) == (
-        "does not fit in memory"
-    )
+    taken = found.peak_bytes + H100.memory.beside_bytes
+    small = dataclasses.replace(H100, memory=dataclasses.replace(H100.memory, num_bytes=taken))
+    # No room for the upper end of the range, or of a device without one, for the margin.
+    for hardware in (small, dataclasses.replace(small, accuracy=None)):
+        evaluated = Evaluator(config, hardware, is_compiled=False, use_cache=False)
+        assert evaluated.evaluate(changes) == "does not fit in memory"
     assert evaluator.evaluate(changes | {TP: 3}) == "not legal"
 
 
