@@ -140,10 +140,8 @@ class Job:
         """Train on the next global batch; `number` is the step of the run."""
         batches = self.draw(number)
         if self._reader is not None and number and number < self.config.training.steps:
-            ahead, size = (
-                copy.copy(self.sampler),
-                self.resolved.num_sequences(number + 1, number + 1),
-            )
+            size = self.resolved.num_sequences(number + 1, number + 1)
+            ahead = copy.copy(self.sampler)
             self._ahead = ahead.state, self._reader.submit(self._read, ahead, size)
         return self.trainer.step(batches, number)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.modules.experts import RoutedExperts, RoutedLayer
 from titanlite.modules.experts.balance import Tally, observe
 from titanlite.modules.experts.dispatch import host_sizes
-from titanlite.modules.experts.products import _grouped, prefers_grouped
+from titanlite.modules.experts.products import grouped_product, prefers_grouped
 
 
 class HFExperts(RoutedExperts):
@@ -26,7 +26,7 @@ class HFExperts(RoutedExperts):
     tally: Tally
 
     def forward(self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:  # type: ignore[override]
-        """The sum of the outputs of the experts that the router chose."""
+        """The sum of the outputs of the chosen experts; transformers gives the choice first."""
         return self._routed(x_ND, chosen_NK, weights_NK)
 
     # The number of rows of each expert depends on values, which a compiler cannot trace.
@@ -49,7 +49,7 @@ class HFExperts(RoutedExperts):
             each = each.repeat_interleave(counts, output_size=len(rows))
 
             def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-                y = _grouped(x, weight, ends)
+                y = grouped_product(x, weight, ends)
                 return y if bias is None else y + bias.index_select(0, each)
 
             return product(between(product(rows, *up)), *down)

@@ -12,7 +12,14 @@ from titanlite.tools.verify.verify import Verifier
 
 SIZES = [4, 8, 4, 12, 12]
 SCHEDULE = [[step, size] for step, size in enumerate(SIZES, 1)]
-JOB: Sections = {"training": {"batch_size_schedule": SCHEDULE, "steps": 5, "dataset": "digits"}}
+JOB: Sections = {
+    "training": {
+        "global_batch_size": 4,
+        "batch_size_schedule": SCHEDULE,
+        "steps": 5,
+        "dataset": "digits",
+    }
+}
 
 
 def test_every_plan_agrees_across_each_change() -> None:
@@ -76,6 +83,7 @@ def test_the_planner_plans_the_largest_batch() -> None:
     [
         ([[3, 6]], "6 is not a multiple of 4 (local_batch_size 2 x data-parallel degree 2); give"),
         ([[3, 8], [2, 4]], "a list of [step, sequences] with ascending steps"),
+        ([[1, 4]], "step 1 has 4 sequences, but global_batch_size is 8; give 4 for both"),
         ([[3]], "a list of [step, sequences] with ascending steps"),
     ],
 )

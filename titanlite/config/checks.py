@@ -222,6 +222,12 @@ def _batch(job: Draft) -> Iterator[str]:
     times the data-parallel degree."""
     training = job.config.training
     local, at_once = training.local_batch_size, training.local_batch_size * job.dims.dp
+    first = dict(training.batch_size_schedule).get(1, training.global_batch_size)
+    if training.global_batch_size not in (-1, first):
+        yield (
+            f"training.batch_size_schedule: step 1 has {first} sequences, but global_batch_size is "
+            f"{training.global_batch_size}; give {first} for both, or leave out one"
+        )
     sizes = {size: "batch_size_schedule" for _, size in training.batch_size_schedule}
     for batch, key in {**sizes, training.global_batch_size: "global_batch_size"}.items():
         if batch != -1 and batch % at_once:

@@ -55,8 +55,8 @@ def swiglu(
         return rows.masked_fill((each >= ends[-1]).unsqueeze(-1), 0) if drops else rows
 
     x = kept(x)
-    h = kept(F.silu(_grouped(x, w1, ends)) * _grouped(x, w3, ends))
-    return kept(_grouped(h, w2, ends))
+    h = kept(F.silu(grouped_product(x, w1, ends)) * grouped_product(x, w3, ends))
+    return kept(grouped_product(h, w2, ends))
 
 
 def prefers_grouped(x: Tensor, w1: Tensor) -> bool:
@@ -66,6 +66,10 @@ def prefers_grouped(x: Tensor, w1: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.size(0) > 0 and aligned
 
 
-def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The product [N, out] of each expert's rows of x [N, in], up to `ends` [E], with its weight.
+
+    `weight` is [E, out, in].
+    """
     # torch._grouped_mm refuses gradients that are expanded.
     return ContiguousGradient.apply(torch._grouped_mm(x, weight.mT, offs=ends))
