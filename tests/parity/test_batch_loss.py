@@ -1,18 +1,16 @@
 """docs/losses.md: a loss over the whole batch is the loss of one process under every plan."""
 
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pages import write_files
+from pages import write_example
 
 from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.tools.verify.verify import Verifier
 
-PAGE = Path(__file__).parents[2] / "docs/losses.md"
 HALF = {"training.local_batch_size": 8, "validation.local_batch_size": 8}
 PLANS = {
     "DDP 2": {"parallelism.data_parallel_replicate_degree": 2, **HALF},
@@ -37,7 +35,7 @@ import torch
 from torch import nn
 
 import titanlite
-from clip.model import Clip, Sizes
+from clip import PLAN, Clip, Sizes
 from titanlite.training.loss import contrastive
 
 
@@ -58,8 +56,8 @@ class Normed(Clip):
 
 titanlite.register_loss("alone", contrastive)
 titanlite.register_loss("mean", mean)
-titanlite.register_loss("each", "clip.mixed:each")
-titanlite.register_model("normed", Normed, Sizes, plan="clip.model:PLAN")
+titanlite.register_loss("each", "mixed:each")
+titanlite.register_model("normed", Normed, Sizes, plan=PLAN)
 
 
 def each(outputs, batch):
@@ -72,11 +70,8 @@ def each(outputs, batch):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The files of the example, with wrong losses and batch statistics besides, to be imported."""
     folder = tmp_path_factory.mktemp("clip")
-    shutil.copytree(PAGE.parent / "examples/clip", folder, dirs_exist_ok=True)
-    write_files(PAGE, folder)
-    (folder / "clip/mixed.py").write_text(MIXED)
-    with (folder / "clip/__init__.py").open("a") as file:
-        file.write("import clip.mixed\n")
+    write_example("clip", "losses.md", folder)
+    (folder / "mixed.py").write_text(MIXED)
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
@@ -86,8 +81,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def clip(folder: Path) -> Iterator[Path]:
     """That folder, from which nothing is imported yet: what a test registers ends with it."""
     yield folder
-    for name in [name for name in sys.modules if name.split(".")[0] == "clip"]:
-        del sys.modules[name]
+    for name in ("clip", "mixed"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +94,13 @@ def own_verifier(folder: Path) -> Iterator[Verifier]:
 
 def job(folder: Path, changes: dict[str, object]) -> JobConfig:
     options = [f"--{key}={value}" for key, value in changes.items()]
-    return parse_args([f"--job.config_file={folder / 'clip.toml'}", *options])
+    return parse_args(
+        [
+            f"--job.config_file={folder / 'clip.toml'}",
+            "--experimental.custom_import=mixed",
+            *options,
+        ]
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from pages import write_files
+from pages import write_example
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/own_model.md"
 
 
 def run(*words: str | Path, cwd: Path, **environment: str) -> str:
@@ -65,14 +64,14 @@ def project(tmp_path: Path) -> Path:
     for name in ("models", "configs", "tests"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not titanlite')\n")
-    write_files(PAGE, tmp_path)
-    (tmp_path / "vit/loss.py").write_text(
+    write_example("vit", "own_model.md", tmp_path)
+    (tmp_path / "smooth.py").write_text(
         "from torch.nn.functional import cross_entropy\n\n\n"
         "def total(outputs, batch):\n"
         "    return cross_entropy(outputs, batch.targets, label_smoothing=0.1, reduction='sum')\n"
     )
-    with (tmp_path / "vit/__init__.py").open("a") as file:
-        file.write('titanlite.register_loss("smooth", "vit.loss:total")\n')
+    with (tmp_path / "vit.py").open("a") as file:
+        file.write('titanlite.register_loss("smooth", "smooth:total")\n')
     return tmp_path
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import write_files
+from pages import write_example
 from torch import nn
 
 from titanlite.config import JobConfig, ResolvedJob, parse_args
@@ -21,7 +21,6 @@ from titanlite.start import check_start
 from titanlite.tools.verify.verify import Verifier
 from titanlite.training.loss import load_loss
 
-PAGE = Path(__file__).parents[2] / "docs/own_model.md"
 PLANS = {
     "one rank": {},
     "TP x FSDP": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
@@ -32,11 +31,10 @@ PLANS = {
 @pytest.fixture
 def vit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The files of the page, in a folder from which they can be imported."""
-    write_files(PAGE, tmp_path)
+    write_example("vit", "own_model.md", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    for name in [name for name in sys.modules if name.split(".")[0] == "vit"]:
-        del sys.modules[name]
+    sys.modules.pop("vit", None)
 
 
 def test_the_page_verifies_under_every_plan(vit: Path) -> None:
@@ -50,8 +48,8 @@ def test_the_page_verifies_under_every_plan(vit: Path) -> None:
 
 
 def test_a_sample_of_other_fields_is_one_line(vit: Path) -> None:
-    init = vit / "vit/__init__.py"
-    init.write_text(init.read_text().replace('"targets": None', '"label": None'))
+    module = vit / "vit.py"
+    module.write_text(module.read_text().replace('"targets": None', '"label": None'))
     config = parse_args([f"--job.config_file={vit / 'vit.toml'}"])
     with Verifier(timeout_seconds=120) as verifier, pytest.raises(Exception) as caught:
         verifier.verify(config, steps=1)
@@ -103,7 +101,7 @@ def test_initial_values_depend_on_the_seed_alone() -> None:
     assert torch.equal(one.linear.weight, again.linear.weight)
     assert torch.equal(one.linear.bias, again.linear.bias)
     assert not torch.equal(one.linear.weight, other.linear.weight)
-    assert len(one.linear.weight.unique()) == 1, "init_weights was not called"
+    assert len(one.linear.weight.unique()) == 1
     given = ModelSpec("rotary", object, Rotary, init=lambda model: model.linear.weight.fill_(3.0))
     own = initial_model(given, None, torch.float32, seed=1)
     assert own.linear.weight.unique().tolist() == [3.0], "init was not called instead"
@@ -152,7 +150,7 @@ def test_a_loss_is_chosen_by_name() -> None:
 
 
 def test_an_error_in_the_initial_values_is_reported_as_it_is(vit: Path) -> None:
-    model = vit / "vit/model.py"
+    model = vit / "vit.py"
     text = model.read_text().replace("torch.randn(1, 1, dim) * 0.02", "fail()")
     model.write_text(
         text
@@ -164,7 +162,7 @@ def test_an_error_in_the_initial_values_is_reported_as_it_is(vit: Path) -> None:
     option = "--parallelism.data_parallel_shard_degree=2"
     start = check_start(parse_args([f"--job.config_file={vit / 'vit.toml'}", option]))
     with pytest.raises(
-        ConfigError, match=r"vit fails with ZeroDivisionError: no such noise \(model"
+        ConfigError, match=r"vit fails with ZeroDivisionError: no such noise \(vit.py"
     ):
         spawn(build_on_rank, 2, start.job, timeout_seconds=100)
 

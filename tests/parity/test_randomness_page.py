@@ -1,14 +1,13 @@
 """docs/randomness.md: its DiT trains and verifies; runs with dropout start and resume alike."""
 
 import hashlib
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from pages import write_files
+from pages import write_example
 from torch.distributed.tensor import DTensor
 
 from titanlite.config import JobConfig, parse_args, resolve_job
@@ -16,43 +15,44 @@ from titanlite.errors import ConfigError
 from titanlite.ranks.world import World
 from titanlite.tools.verify.verify import Verifier
 
-PAGE = Path(__file__).parents[2] / "docs/randomness.md"
 FSDP, TP, PP = (
     f"--parallelism.{name}_degree=2"
     for name in ("data_parallel_shard", "tensor_parallel", "pipeline_parallel")
 )
-SMALL = ("--training.global_batch_size=8", "--training.local_batch_size=4")
-FIELDS = ("--model.name=dit_fields", "--training.dataset=dit_fields", "--training.loss=dit_fields")
+SMALL = ("--training.global_batch_size=8", "--training.local_batch_size=4", "--model.dim=32")
+KEYED = (
+    *("--experimental.custom_import=keyed", "--model.name=keyed"),
+    *("--training.dataset=photos_of_dit", "--training.loss=flow_matching"),
+)
+RANDOM = ("--experimental.custom_import=random_dit", "--model.name=random")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The files of the example, in a folder from which they can be imported."""
     folder = tmp_path_factory.mktemp("dit")
-    shutil.copytree(PAGE.parent / "examples/dit", folder, dirs_exist_ok=True)
-    write_files(PAGE, folder)
-    # The same model with dropout instead of keyed noise.
-    (folder / "dit/random.py").write_text(
-        "from torch import nn\nfrom .model import DiT\n\n"
+    write_example("dit", "randomness.md", folder)
+    # The same model with dropout.
+    (folder / "random_dit.py").write_text(
+        "import titanlite\nfrom dit import PLAN, DiT, Sizes\nfrom torch import nn\n\n"
         "class Random(DiT):\n"
         "    def __init__(self, sizes):\n"
         "        super().__init__(sizes)\n"
         "        for block in self.blocks.values():\n"
-        "            block.norm2 = nn.Sequential(block.norm2, nn.Dropout(0.3))\n"
+        "            block.norm = nn.Sequential(block.norm, nn.Dropout(0.3))\n\n"
+        'titanlite.register_model("random", Random, Sizes, plan=PLAN)\n'
     )
-    with (folder / "dit/__init__.py").open("a") as file:
-        parts = '"dit.random:Random", "dit.sizes:Sizes", plan="dit.plan:PLAN"'
-        file.write(f'titanlite.register_model("random", {parts})\n')
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
-    forget()
 
 
-def forget() -> None:
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
     """So that its next import registers what a test before this one has unregistered."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "dit"]:
-        del sys.modules[name]
+    yield
+    for name in ("dit", "keyed", "random_dit"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +63,10 @@ def verifier(folder: Path) -> Iterator[Verifier]:
 
 
 def config(folder: Path, *options: str) -> JobConfig:
-    forget()
     return parse_args([f"--job.config_file={folder / 'dit.toml'}", *SMALL, *options])
 
 
-@pytest.mark.parametrize("options", [(FSDP,), (TP,), (PP,), (FSDP, *FIELDS)])
+@pytest.mark.parametrize("options", [(FSDP, *KEYED), (TP, *KEYED), (PP, *KEYED)])
 def test_the_page_verifies_under_every_plan(
     folder: Path, verifier: Verifier, options: tuple[str, ...]
 ) -> None:
@@ -77,9 +76,9 @@ def test_the_page_verifies_under_every_plan(
 
 def test_verify_names_the_module_that_is_random(folder: Path, verifier: Verifier) -> None:
     with pytest.raises(ConfigError) as caught:
-        verifier.verify(config(folder, FSDP, "--model.name=random"), steps=1)
+        verifier.verify(config(folder, FSDP, *RANDOM), steps=1)
     assert (
-        "so the model is random: blocks.*.norm2.* (Dropout) draws from torch's own generators; set "
+        "so the model is random: blocks.*.norm.* (Dropout) draws from torch's own generators; set "
         "dropout to 0 to verify, or draw what depends on the sample alone, by "
         "TokenDropout and keyed_normal of titanlite.modules (docs/randomness.md)"
     ) in str(caught.value)
@@ -116,8 +115,8 @@ def test_a_run_with_dropout_resumes_to_the_bit(folder: Path, verifier: Verifier)
             "--checkpoint.interval=2",
             f"--job.dump_folder={folder}/{name}",
         )
-        more = ("--model.name=random", "--training.steps=4", "--validation.steps=1")
-        return config(folder, *saves, *more, *options)
+        more = ("--training.steps=4", "--validation.steps=1")
+        return config(folder, *RANDOM, *saves, *more, *options)
 
     runs = [
         run("a", FSDP),
@@ -138,7 +137,7 @@ def test_a_run_with_dropout_resumes_to_the_bit(folder: Path, verifier: Verifier)
 
 
 def test_the_dit_learns(folder: Path, verifier: Verifier) -> None:
-    longer = config(folder, "--training.steps=30", "--optimizer.lr=0.003", "--validation.steps=4")
+    longer = config(folder, "--training.steps=30", "--validation.steps=4")
     ((losses, validation, _),) = verifier.pool(1).call(losses_of, [longer])[0]
     # An image of zeros and ones against noise of variance 1.
     assert sum(losses[:3]) / 3 > 1.4

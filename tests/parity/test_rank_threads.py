@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pages import write_files
+from pages import write_example
 from plans import merged
 from torch.nn.functional import cross_entropy
 
@@ -25,7 +25,7 @@ from titanlite.ranks.launch import Place
 from titanlite.tools.verify.verify import Verifier
 
 ROOT = Path(__file__).parents[2]
-CONFIG, OWN_MODEL = ROOT / "configs/ddp4.toml", ROOT / "docs/own_model.md"
+CONFIG = ROOT / "configs/ddp4.toml"
 PAGE = (ROOT / "docs/threads.md").read_text(encoding="utf-8")
 # The page's programs, by their first lines.
 CODE = dict(re.findall(r"```python\n# (.*?)\n(.*?)```", PAGE, re.DOTALL))
@@ -195,8 +195,8 @@ def test_the_debugger_opens_where_no_rank_can_go_on(tmp_path: Path) -> None:
 
 def test_the_page_shows_what_the_debugger_shows(tmp_path: Path) -> None:
     """docs/threads.md: a plan of the model of own_model.md that cuts `down` by columns."""
-    write_files(OWN_MODEL, tmp_path)
-    plan = tmp_path / "vit/plan.py"
+    write_example("vit", "own_model.md", tmp_path)
+    plan = tmp_path / "vit.py"
     text = plan.read_text().replace('"v", "up")', '"v", "up", "down")')
     plan.write_text(text.replace('("o", "down")', '("o",)'))
     shown = re.findall(r"```\n\$ titanlite (debug vit.toml .*?)\n\.\.\.\n(.*?)```", PAGE, re.DOTALL)

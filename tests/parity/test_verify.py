@@ -86,21 +86,21 @@ def odd_job(flavor: str, **parallelism: int) -> JobConfig:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(
-    ("flavor", "line"),
+    ("flavor", "dtype", "line"),
     [
-        ("dropout", "model.name: on one process the same batch gives another loss at step 1"),
-        ("not finite", "model.name: on one process the loss of step 1 is nan"),
+        ("dropout", "float64", "on one process the same batch gives another loss at step 1"),
+        ("not finite", "float64", "on one process the loss of step 1 is nan"),
         (
             "batch statistics",
-            r"model.name: the output of output \(Linear\) for a sequence depends on the other",
+            "float32",
+            r"the output of output \(Linear\) for a sequence depends on",
         ),
     ],
 )
-def test_what_cannot_be_compared_is_refused(verifier, flavor, line, dtype):
+def test_what_cannot_be_compared_is_refused(verifier, flavor, dtype, line):
     job = odd_job(flavor, data_parallel_replicate_degree=2, data_parallel_shard_degree=1)
-    with pytest.raises(ConfigError, match=f"^{line}"):
+    with pytest.raises(ConfigError, match=f"^model.name: {line}"):
         verifier.verify(job, steps=1, dtype=dtype)
 
 

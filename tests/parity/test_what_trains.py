@@ -22,7 +22,7 @@ from titanlite.registry import MODELS
 from titanlite.tools.verify.verify import Verification, Verifier
 
 DOCS = Path(__file__).parents[2] / "docs"
-EXAMPLES = ("clip", "dit", "seq2seq")
+EXAMPLES = ("clip", "dit", "seq2seq", "vit")
 PLANS = {
     "tp 2": {"tensor_parallel": 2},
     "fsdp 2": {"data_parallel_shard": 2},
@@ -52,8 +52,7 @@ def of_transformers(config_class: str, **values: Any) -> Callable[[Plan], JobCon
 def example(name: str) -> Callable[[Plan], JobConfig]:
     def make(plan: Plan) -> JobConfig:
         if name not in MODELS:  # what it has registered is gone after each test
-            for module in [m for m in sys.modules if m.partition(".")[0] == name]:
-                del sys.modules[module]
+            sys.modules.pop(name, None)
         keys: dict[str, Any] = {f"parallelism.{key}": value for key, value in plan.items()}
         if name == "clip":
             size = 16 // plan["data_parallel_shard_degree"]
@@ -77,6 +76,7 @@ JOBS = {
     "Qwen3-MoE (hf)": of_transformers("Qwen3MoeConfig"),
     "gpt-oss (hf)": of_transformers("GptOssConfig"),
     "DeepSeek-V3 (hf)": of_transformers("DeepseekV3Config"),
+    "[ViT](examples/vit)": example("vit"),
     "[DiT](examples/dit)": example("dit"),
     "[encoder-decoder](examples/seq2seq)": example("seq2seq"),
     "[CLIP](examples/clip)": example("clip"),
@@ -124,8 +124,11 @@ CELLS, REFUSALS = page()
 QUICK = ("[encoder-decoder](examples/seq2seq)", "cp 2")
 
 
-def test_the_table_has_each_job_under_each_plan() -> None:
+def test_the_table_has_each_job_under_each_plan_and_examples_are_short() -> None:
     assert list(CELLS) == [(name, plan) for name in JOBS for plan in PLANS]
+    for name in EXAMPLES:
+        (file,) = (DOCS / "examples" / name).rglob("*.py")
+        assert len(file.read_text().splitlines()) <= 100, file
 
 
 @pytest.mark.parametrize(

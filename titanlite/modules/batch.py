@@ -119,12 +119,16 @@ class Batch:
     def leave_out(self, is_out: Tensor) -> Batch:
         """The batch with targets masked where `is_out`, which broadcasts to [B, T], is true.
 
-        For targets [B], one per sample, a sample is masked if the first element of its row of
-        `is_out` is true.
+        Where targets have no sequence dimension, a sample is masked if the first element of its row
+        of `is_out` is true.
         """
-        is_out = is_out.to(self.targets.device)
-        if self.targets.ndim == 1:
-            is_out = is_out[:, 0]
+        dims, shape = self.dims["targets"], [1] * self.targets.ndim
+        if dims.sequence is None:
+            is_out = is_out[:, :1]
+        else:
+            shape[dims.sequence] = is_out.size(1)
+        shape[dims.batch or 0] = is_out.size(0)
+        is_out = is_out.to(self.targets.device).view(shape)
         return self.replace(targets=self.targets.masked_fill(is_out, IGNORE_INDEX))
 
     def count_targets(self) -> Tensor:

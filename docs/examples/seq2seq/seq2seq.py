@@ -29,7 +29,7 @@ class Seq2Seq(nn.Module):
         self.embed = nn.ModuleDict({k: nn.Embedding(n, sizes.dim) for k, n in tables.items()})
         layers = {str(i): i >= sizes.num_layers // 2 for i in range(sizes.num_layers)}
         self.blocks = nn.ModuleDict({i: Block(sizes, decodes) for i, decodes in layers.items()})
-        self.head = nn.Linear(sizes.dim, VOCAB_SIZE)
+        self.head = nn.Linear(sizes.dim, VOCAB_SIZE, bias=False)
 
     def forward(self, source, written=None, *, shifted=None, positions=None):
         # A later stage of a pipeline gets both sides, [B, T, E] each, from the stage before it.
@@ -91,16 +91,9 @@ class Backwards:
         return {"tokens": tokens, "targets": tokens.flip(0), "shifted": shifted}
 
 
-columns = ("own.q", "own.k", "own.v", "cross.q", "cross.k", "cross.v", "up")
-styles = dict.fromkeys(columns, ColwiseParallel)
-styles |= dict.fromkeys(("own.o", "cross.o", "down"), RowwiseParallel)
-PLAN = ParallelPlan(
-    {f"blocks.*.{name}": style() for name, style in styles.items()},
-    blocks="blocks",
-    embeddings=("embed",),
-    head=("head",),
-    attention="attention",
-    sequence_dim=None,
-)
+columns = {f"blocks.*.{name}": ColwiseParallel() for name in ("*.q", "*.k", "*.v", "up")}
+rows = {f"blocks.*.{name}": RowwiseParallel() for name in ("*.o", "down")}
+sides = {"embeddings": ("embed",), "head": ("head",), "attention": "attention"}
+PLAN = ParallelPlan({**columns, **rows}, blocks="blocks", **sides, sequence_dim=None)
 titanlite.register_model("seq2seq", Seq2Seq, Sizes, plan=PLAN)
 titanlite.register_dataset("backwards", Backwards, fields={"targets": 0, "shifted": 0})

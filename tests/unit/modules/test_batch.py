@@ -85,6 +85,9 @@ def test_targets_can_be_left_out():
     left = wide_batch().leave_out(torch.tensor([[True], [False]]))
     assert int(left.count_targets()) == 7
     assert left.targets[0].tolist() == [IGNORE_INDEX] * 8
+    images = Batch({"targets": torch.ones(2, 3, 4, 5)}, {"targets": FieldDims(0, None)})
+    left = images.leave_out(torch.arange(8) < torch.tensor([[0], [1]]))
+    assert left.targets[:, 0, 0, 0].tolist() == [1, IGNORE_INDEX]
 
 
 def test_a_module_gets_the_fields_that_it_takes_by_name():

@@ -73,6 +73,6 @@ def cut_cells(batch: Batch, cells: tuple[Cell, ...], plan: ResolvedJob) -> Itera
         first = data * batch.num_sequences // dims.dp + microbatch * size
         is_out = torch.ones(1, seq_len, dtype=torch.bool)
         is_out[:, layout.positions(part, seq_len) if dims.cp_enabled else slice(None)] = False
-        if batch.targets.ndim > 1:
-            is_out = is_out[:, : batch.targets.size(1)]
+        if (dim := batch.dims["targets"].sequence) is not None:
+            is_out = is_out[:, : batch.targets.size(dim)]
         yield batch.rows(first, first + size).leave_out(is_out)

@@ -26,10 +26,10 @@ def leave_out_targets(
 ) -> list[Batch]:
     """The batches with the first i/2G of the targets of sequence i of G masked.
 
-    If a sample has one target, that of i = 1, 4, 7, ... is masked. Otherwise no two ranks,
-    microbatches or parts of the sequence have equally many targets left, so that a mean of means
-    differs from the mean. A sequence's index i is found by comparison with `known`, the fields of
-    the reference's batch; without `known`, it follows from the order.
+    If targets have no sequence dimension, those of i = 1, 4, 7, ... are masked. Otherwise no two
+    ranks, microbatches or parts of the sequence have equally many targets left, so that a mean of
+    means differs from the mean. A sequence's index i is found by comparison with `known`, the
+    fields of the reference's batch; without `known`, it follows from the order.
     """
     held, seq_len = held_positions(job), job.resolved.seq_len
     own = sum(batch.num_sequences for batch in batches)
@@ -40,7 +40,7 @@ def leave_out_targets(
         if known is not None:
             found = torch.tensor(sequences_of(job, batch, known, first))
             numbers = torch.where(found < 0, numbers, found)
-        if batch.targets.ndim == 1:
+        if batch.dims["targets"].sequence is None:
             is_out = (numbers % 3 == 1)[:, None]
         else:
             is_out = held[None] < (numbers * seq_len // (2 * total))[:, None]
