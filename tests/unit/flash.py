@@ -31,10 +31,12 @@ def _sequences(q: Tensor, k: Tensor, bounds: tuple) -> Iterator[tuple]:
     yield from zip(of_queries, of_keys, strict=True)
 
 
-def _scores(q: Tensor, k: Tensor, max_k: int, is_causal: bool, scale, left, right) -> Tensor:
+def _scores(q: Tensor, k: Tensor, bounds: tuple, is_causal: bool, scale, ends: tuple) -> Tensor:
     """The scores [H, T, S] of a sequence's q [T, H, E] and k [S, H, E]."""
-    left, right = (-1 if x is None or x >= max_k else x for x in (left, 0 if is_causal else right))
-    scores = torch.einsum("the,she->hts", q, k) * (q.size(2) ** -0.5 if scale is None else scale)
+    *_, max_k = bounds
+    left, right = ends[0], 0 if is_causal else ends[1]
+    left, right = (-1 if x is None or x >= max_k else x for x in (left, right))
+    scores = torch.einsum("the,she->hts", q, k) * scale
     row = torch.arange(len(q))[:, None] + len(k) - len(q)
     column = torch.arange(len(k))
     if left >= 0 or right >= 0:
@@ -45,48 +47,42 @@ def _scores(q: Tensor, k: Tensor, max_k: int, is_causal: bool, scale, left, righ
 
 
 def _wide(x: Tensor, like: Tensor) -> Tensor:
-    x = x.repeat_interleave(like.size(-2) // x.size(-2), -2)
-    return x.to(accumulator_dtype(x.dtype))
+    return x.repeat_interleave(like.size(-2) // x.size(-2), -2).to(accumulator_dtype(x.dtype))
 
 
-def forward(
-    q, k, v, starts_q, starts_k, max_q, max_k, dropout, is_causal, debug, *, scale=None,
-    window_size_left=None, window_size_right=None,
-):  # fmt: skip
+def forward(q, k, v, *settings, scale=None, window_size_left=None, window_size_right=None):
+    *bounds, _, is_causal, _ = settings
+    how = bounds, is_causal, scale or q.size(-1) ** -0.5, (window_size_left, window_size_right)
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     out = torch.full_like(q, torch.nan)
-    shape = (len(q), q.size(2), q.size(1)) if starts_q is None else (q.size(1), len(q))
+    shape = (len(q), q.size(2), q.size(1)) if q.dim() == 4 else (q.size(1), len(q))
     lse = torch.full(shape, torch.nan, dtype=accumulator_dtype(q.dtype))
-    for rows, keys in _sequences(q, k, (starts_q, starts_k, max_q, max_k)):
-        own, theirs, values = q[rows], _wide(k, q)[keys], _wide(v, q)[keys]
-        window = scale, window_size_left, window_size_right
-        scores = _scores(own.to(lse.dtype), theirs, max_k, is_causal, *window)
+    for rows, keys in _sequences(q, k, bounds):
+        scores = _scores(q[rows].to(lse.dtype), _wide(k, q)[keys], *how)
         found = scores.logsumexp(-1)
         weights = torch.exp(scores - found[..., None]).nan_to_num(0)
-        out[rows] = torch.einsum("hts,she->the", weights, values).to(q.dtype)
-        place = rows if starts_q is None else (slice(None), rows)
+        out[rows] = torch.einsum("hts,she->the", weights, _wide(v, q)[keys]).to(q.dtype)
+        place = rows if q.dim() == 4 else (slice(None), rows)
         lse[place] = found.masked_fill(found == -torch.inf, torch.inf)
     state = torch.zeros(2, dtype=torch.uint64)
     return out, lse, state, state[0].clone(), out.new_empty(0)
 
 
 def backward(
-    grad, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout, is_causal, state, unused,
-    *, scale=None, window_size_left=None, window_size_right=None,
-):  # fmt: skip
+    grad, q, k, v, out, lse, *settings, scale=None, window_size_left=None, window_size_right=None
+):
+    *bounds, _, is_causal, _, _ = settings
+    scale = scale or q.size(-1) ** -0.5
+    how = bounds, is_causal, scale, (window_size_left, window_size_right)
     assert lse.is_contiguous()
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
-    factor = q.size(-1) ** -0.5 if scale is None else scale
-    for rows, keys in _sequences(q, k, (starts_q, starts_k, max_q, max_k)):
+    for rows, keys in _sequences(q, k, bounds):
         own, of_out, of_grad = (x[rows].to(lse.dtype) for x in (q, out, grad))
         theirs, values = _wide(k, q)[keys], _wide(v, q)[keys]
-        window = scale, window_size_left, window_size_right
-        scores = _scores(own, theirs, max_k, is_causal, *window)
-        final = lse[rows] if starts_q is None else lse[:, rows]
-        weights = torch.exp(scores - final[..., None])
+        final = lse[rows] if q.dim() == 4 else lse[:, rows]
+        weights = torch.exp(_scores(own, theirs, *how) - final[..., None])
         products = torch.einsum("the,she->hts", of_grad, values)
-        correction = (of_grad * of_out).sum(-1).T[..., None]
-        of_scores = weights * (products - correction) * factor
+        of_scores = weights * (products - (of_grad * of_out).sum(-1).T[..., None]) * scale
         dq[rows] = torch.einsum("hts,she->the", of_scores, theirs).to(q.dtype)
         for of, left, right in ((dk, of_scores, own), (dv, weights, of_grad)):
             whole = torch.einsum("hts,the->she", left, right)

@@ -23,7 +23,7 @@ TOOLS = ROOT / "titanlite/tools"
 # first three of these and the last.
 CORE, LIBRARY, TESTS = 34_440, 81_290, 47_050
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
-GUIDES, PAGES = 25_720, 73_150
+GUIDES, PAGES = 25_720, 73_210
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.
 TOKENS_OF_A_LINE = 8.5
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
 from flash import kernels_of_a_gpu
 from torch import Tensor
@@ -27,12 +25,6 @@ def documents_of(lengths: list[list[int]]) -> Tensor:
     return torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
 
 
-@pytest.fixture
-def with_kernels() -> Iterator[None]:
-    with kernels_of_a_gpu():
-        yield
-
-
 def check(attend, documents: Tensor | None, window: int | None = None) -> None:
     """Attention to the documents, and its gradients, against a dense mask."""
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +40,8 @@ def check(attend, documents: Tensor | None, window: int | None = None) -> None:
         torch.testing.assert_close(own, of_mask, rtol=0, atol=1e-13)
 
 
-def test_documents_in_a_row(with_kernels) -> None:
+@kernels_of_a_gpu()
+def test_documents_in_a_row() -> None:
     documents = documents_of(LENGTHS)
     with patch.object(dense, "_mask", None):
         for window in (None, 1, 3, 8):
@@ -64,7 +57,8 @@ def test_documents_in_a_row(with_kernels) -> None:
     assert noted(documents[2:]).rows.bounds[0].tolist() == [0, 8, 16, 17, 32]
 
 
-def test_compiled_code_finds_the_documents(with_kernels) -> None:
+@kernels_of_a_gpu()
+def test_compiled_code_finds_the_documents() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     attend = torch.compile(dense.attend, backend=counter, fullgraph=True)
