@@ -31,6 +31,7 @@ from titanlite.modules.experts import dispatch, products
 from titanlite.modules.experts.dispatch import host_sizes
 from titanlite.ranks.settings import ignore_warnings, own_settings
 from titanlite.tools.planner.fake_world import fake_builders, fake_world, stand_ins
+from titanlite.tools.planner.operators import body_of
 from titanlite.training.initial_weights import move_buffers
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +67,9 @@ class Device(TorchDispatchMode):
             return NotImplemented  # the operators on what it wraps come here
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor finds shapes with fake tensors of its own
+        if func.namespace == "titanlite":
+            with self:
+                return body_of(func)(*args, **kwargs)
         if func in SCALARS and isinstance(args[0], FakeTensor):
             if args[0].device.type == "cuda":
                 self._note()

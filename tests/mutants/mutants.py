@@ -405,8 +405,8 @@ MUTANTS = [
         (
             "the backward pass uses another scale",
             r"backward pass.*attention\.inner",
-            "lse[:, :, rows],\n                Scoring(tile.causal, scale, mask",
-            "lse[:, :, rows],\n                Scoring(tile.causal, scale * 1.5, mask",
+            "out[rows], lse[rows], how\n",
+            "out[rows], lse[rows], how._replace(scale=scale * 1.5)\n",
         ),
     ),
     *mutants("CP", CP_GATHER, ROTATION)(
@@ -454,8 +454,8 @@ MUTANTS = [
         (
             "a window has one key more",
             r"layers\.0\.self_attn\.titanlite_attention",
-            "rows[:, None] - keys < window",
-            "rows[:, None] - keys <= window",
+            "tile.within((window - 1 - first) // step)",
+            "tile.within((window - first) // step)",
         ),
         (
             "the sinks count in each step of the ring",
@@ -1169,9 +1169,9 @@ REFACTORINGS: list[Mutant] = [
         (
             "a block's triangles are cut up",
             "",
-            "    if kernel.smallest_triangle is None:\n        return tiles\n"
-            "    return [part for tile in tiles for part in tile.split(kernel.smallest_triangle)]",
-            "    return [part for tile in tiles for part in tile.split(8)]",
+            "    if kernel.smallest_triangle is not None:\n"
+            "        tiles = [part for tile in tiles for part in tile.split(kernel.smallest_triangle)]",
+            "    tiles = [part for tile in tiles for part in tile.split(8)]",
         ),
         (
             "heads before dimensions in the packed message",

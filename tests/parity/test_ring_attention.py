@@ -160,9 +160,9 @@ def document_errors(world: World, cases: list[tuple]) -> list[tuple[list[float],
         parts: list[str] = []
 
         def record(*arguments, parts=parts):
-            for tile, kernel, mask in of(*arguments):
-                parts.append("whole" if mask is None else "masked")
-                yield tile, kernel, mask
+            for tile, kernel, how in of(*arguments):
+                parts.append("whole" if how.mask is None else "masked")
+                yield tile, kernel, how
 
         documents = layout.shard(whole, 1, world.rank)
         local = [layout.shard(part, 2, world.rank) for part in tensors]
@@ -215,11 +215,12 @@ def test_only_parts_with_a_document_in_common_are_computed():
 
     # Contiguous shards of 6 tokens. One document each: no rank needs another's keys.
     assert parts("none", [[6, 6, 6, 6]] * 2) == [["whole"]] * 4
-    # The second document begins in the second shard, and the third where the last shard does.
+    # The second document begins in the second shard, and the third where the last shard does. Of
+    # the keys before it, each of two sequences sees a rectangle.
     assert parts("none", [[8, 10, 6]] * 2) == [
         ["whole"],
-        ["masked", "masked"],
-        ["whole", "masked"],
+        ["masked", "whole", "whole"],
+        ["whole", "whole", "whole"],
         ["whole"],
     ]
 

@@ -75,8 +75,8 @@ def steps(*jobs: str, before: str = "") -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
-def check(*jobs: str) -> None:
-    found = steps(*jobs)
+def check(*jobs: str, before: str = "") -> None:
+    found = steps(*jobs, before=before)
     assert {one["job"].split()[0] for one in found} >= {
         f"--job.config_file={ROOT}/configs/{job.split()[0]}.toml" for job in jobs
     }
@@ -101,6 +101,21 @@ def test_a_tensor_that_is_left_on_the_cpu_is_named() -> None:
     (found,) = steps("single", before=left)
     assert re.match(r"titanlite/training/loss.py:\d+ in token_loss_sum: ", found["error"]), found
     assert "found at least two devices" in found["error"]
+
+
+@needs_newer_torch
+def test_documents_of_a_ring_have_no_mask_and_do_not_wait() -> None:
+    several = (
+        "import torch\nfrom titanlite.modules.batch import Batch\n"
+        "from titanlite.parallelize.context_parallel import ring\n"
+        "ring._mask, shard = None, Batch.shard\n"
+        "numbers = lambda field: torch.arange(field.size(1)).expand_as(field) // 7\n"
+        "Batch.shard = lambda batch, *to: "
+        "shard(batch.replace(documents=numbers(batch.fields['documents'])), *to)"
+    )
+    job = f"{MORE[-1]} --parallelism.context_parallel_degree=2"
+    striped = f"{job} --parallelism.context_parallel_load_balancer=striped"
+    check(job, striped, before=several)
 
 
 @pytest.mark.slow

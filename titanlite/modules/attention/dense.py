@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.modules.attention.documents import Documents, known_of, same_document
-
-flash_in_a_row = torch.ops.aten._flash_attention_forward
+from titanlite.modules.attention.documents import known_of, same_document, takes_rows
+from titanlite.modules.attention.kernels import Scoring, aten, for_flash, heads_first
 
 
 class CausalAttention(nn.Module):
@@ -64,10 +63,15 @@ def attend(
         window = None
     known = None if documents is None or num_queries != num_keys else known_of(documents)
     by_scores = softcap is not None or sinks is not None
-    has_kernel = q_BHTE.dtype.itemsize == 2 and q_BHTE.size(3) in range(8, 257, 8)
-    has_kernel &= v_BKSE.size(3) == q_BHTE.size(3) and not (by_scores or window)
-    if known is not None and known.starts is not None and has_kernel:
-        return _attend_in_a_row(q_BHTE, k_BKSE, v_BKSE, known, is_causal, scale)
+    rows = None if known is None else known.rows
+    is_whole = window and documents is None and num_queries == num_keys
+    is_free = rows is not None or (is_whole and takes_rows(q_BHTE.device))
+    if is_free and not by_scores and _has_kernel(q_BHTE, v_BKSE):
+        how = Scoring(is_causal or bool(window), scale or q_BHTE.size(3) ** -0.5)
+        how = how._replace(reach=window - 1 if window else None, rows=rows)
+        inputs, options = for_flash(how, (q_BHTE, k_BKSE, v_BKSE), q_BHTE, k_BKSE)
+        out, *_ = aten._flash_attention_forward(*inputs, 0.0, how.causal, False, **options)
+        return heads_first(out, q_BHTE)
     mask = None
     # A single query is the last position and attends to every key.
     is_cut = is_causal and (by_scores or num_queries not in (num_keys, 1))
@@ -94,14 +98,9 @@ def attend(
     )
 
 
-def _attend_in_a_row(
-    q: Tensor, k: Tensor, v: Tensor, known: Documents, is_causal: bool, scale: float | None
-) -> Tensor:
-    """Attention to documents that lie one after another in the B x T tokens."""
-    bounds = known.starts, known.starts, known.longest, known.longest
-    packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    out, *_ = flash_in_a_row(*packed, *bounds, 0.0, is_causal, False, scale=scale)
-    return out.unflatten(0, (q.size(0), -1)).transpose(1, 2)
+def _has_kernel(q: Tensor, v: Tensor) -> bool:
+    """Whether a kernel for sequences in a row takes these, if the device has one."""
+    return q.dtype.itemsize == 2 and q.size(3) in range(8, 257, 8) and v.size(3) == q.size(3)
 
 
 def _attend_by_scores(

@@ -8,38 +8,47 @@ without a note is read once. Shapes: c ranks that share B sequences, T tokens of
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from titanlite.modules.attention.layout import Tile
+
 KNOWN = "titanlite_documents"
+
+
+class Rows(NamedTuple):
+    """Sequences one after another in B x T tokens, for kernels that take them so.
+
+    `bounds` are the places int32 [N + 1] where a sequence's queries and its keys begin, and the
+    most of each. Where `is_out` [B, T], the query has no key and the key no query.
+    """
+
+    bounds: tuple[Tensor, Tensor, int, int]
+    is_out: Tensor
 
 
 class Documents:
     """The documents of a microbatch; `numbers` [c, B, T] are those of the shards of all ranks.
 
-    For kernels that take sequences one after another, `starts` int32 [N + 1] are the places in the
-    B x T tokens where a document begins, and B x T; `longest` is the length of the longest.
+    `rows` are those of a single rank, if its device has a kernel for them.
     """
 
-    starts: Tensor | None = None
-    longest = 0
+    rows: Rows | None = None
 
     def __init__(self, documents: Tensor, numbers: np.ndarray) -> None:
         self.numbers, self._device = numbers, documents.device
         self._biases: dict[Any, Tensor] = {}
-        steps = np.diff(numbers)
-        # A DTensor has no own ones. If a number comes again, all its tokens are one document.
+        self._tiles: dict[tuple[int, ...], Rows | None] = {}
+        # If a number comes again, all its tokens are one document.
+        self.is_in_order = bool((np.diff(numbers) >= 0).all())
+        # A DTensor has no own ones.
         is_plain = not is_traceable_wrapper_subclass(documents)
-        is_in_order = is_plain and len(numbers) == 1 and (steps >= 0).all()
-        if is_in_order and takes_rows(self._device):
-            is_first = np.pad(steps, ((0, 0), (0, 0), (1, 0)), constant_values=1)
-            starts = np.append(np.flatnonzero(is_first), numbers.size)
-            self.longest = int(np.diff(starts).max())
-            self.starts = moved(torch.from_numpy(starts.astype(np.int32)), self._device)
+        if is_plain and len(numbers) == 1 and self.is_in_order and takes_rows(self._device):
+            self.rows = rows_of(numbers[0], numbers[0], self._device)
 
     def __reduce__(self) -> Any:
         return OrderedDict, ()  # copies and files of the tensor have no note
@@ -60,17 +69,55 @@ class Documents:
             self._biases[kind] = zeros.masked_fill_(is_out, -torch.inf)
         return self._biases[kind]
 
-    def compare(self, rank: int, part: slice, other: int, keys: slice) -> tuple[bool, bool]:
-        """Whether tokens of two ranks may have a document in common, and whether all have one."""
-        own, theirs = self.numbers[rank, :, part], self.numbers[other, :, keys]
+    def parts(self, rank: int, other: int, tile: Tile) -> "tuple[list[Tile], Documents | None]":
+        """The parts of a tile of two ranks with pairs of one document; self if with others too."""
+        own, theirs = self.numbers[rank, :, tile.queries], self.numbers[other, :, tile.keys]
         first, last = np.maximum(own.min(1), theirs.min(1)), np.minimum(own.max(1), theirs.max(1))
         low, high = np.minimum(own.min(1), theirs.min(1)), np.maximum(own.max(1), theirs.max(1))
-        return bool((first <= last).any()), bool((low == high).all())
+        if (low == high).all():
+            return [tile], None
+        if tile.causal or not self.is_in_order or (first < last).any():
+            return [tile] * bool((first <= last).any()), self
+        # A sequence has at most one document in both parts, which is a rectangle.
+        found = []
+        for row in np.flatnonzero(first == last).tolist():
+            queries, keys = (
+                slice(
+                    *(side.start + numbers[row].searchsorted([first[row], first[row] + 1])).tolist()
+                )
+                for side, numbers in ((tile.queries, own), (tile.keys, theirs))
+            )
+            found.append(Tile(queries, keys, False, sequences=slice(row, row + 1)))
+        return found, None
+
+    def in_a_row(self, rank: int, other: int, tile: Tile) -> Rows | None:
+        """The documents of a tile in a row, for all layers; None if not causal, or not in order.
+
+        An index whose query is of a later document than its key has no pairs: later queries are of
+        no earlier document, and earlier keys of no later one.
+        """
+        kind = (rank, other, tile.causal, tile.queries.start, tile.queries.stop, tile.keys.start)
+        if kind not in self._tiles:
+            own, theirs = self.numbers[rank, :, tile.queries], self.numbers[other, :, tile.keys]
+            is_in_order = tile.causal and self.is_in_order and (theirs <= own).all()
+            self._tiles[kind] = rows_of(own, theirs, self._device) if is_in_order else None
+        return self._tiles[kind]
 
 
+@torch.compiler.assume_constant_result
 def takes_rows(device: torch.device) -> bool:
-    """Whether the device has a kernel for sequences one after another."""
+    """Whether the device has a kernel for sequences one after another, and for windows."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def rows_of(own: np.ndarray, theirs: np.ndarray, device: torch.device) -> Rows:
+    """The runs of one pair of numbers in the tokens of `own` and `theirs` [B, T]."""
+    is_first = np.ones(own.shape, bool)
+    is_first[:, 1:] = (np.diff(own) != 0) | (np.diff(theirs) != 0)
+    starts = np.append(np.flatnonzero(is_first), own.size).astype(np.int32)
+    longest = int(np.diff(starts).max())
+    places, is_out = (moved(torch.from_numpy(x), device) for x in (starts, own != theirs))
+    return Rows((places, places, longest, longest), is_out)
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanlite.modules.attention.documents import Rows
+
 aten = torch.ops.aten
 
 
@@ -24,17 +26,16 @@ def choose_kernel(
 ) -> "Kernel":
     """The fastest kernel that supports these inputs; the plain kernel supports all."""
     inputs = torch.device(device), dtype, head_dim
-    return next(kernel for kernel in KERNELS if not kernel.why_not(*inputs, masked))
+    kernels = (kernel for kernel in KERNELS if kernel.takes_masks or not masked)
+    return next(kernel for kernel in kernels if not kernel.refusal(*inputs))
 
 
-def explain_choice(
-    device: torch.device | str, dtype: torch.dtype, head_dim: int, masked: bool = False
-) -> str:
+def explain_choice(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> str:
     """One line: the kernel that `choose_kernel` picks, and why the faster ones do not apply."""
-    chosen = choose_kernel(device, dtype, head_dim, masked)
+    chosen = choose_kernel(device, dtype, head_dim)
     device = torch.device(device)
     refusals = [
-        f"not {kernel.name}, which {kernel.why_not(device, dtype, head_dim, masked)}"
+        f"not {kernel.name}, which {kernel.refusal(device, dtype, head_dim)}"
         for kernel in KERNELS[: KERNELS.index(chosen)]
         if kernel.device_type == device.type
     ]
@@ -52,13 +53,17 @@ class Scoring(NamedTuple):
     """How the scores of a block are computed: the factor on q k, and which scores are left out.
 
     With `causal` (T = S), each query attends to the keys up to its own index. A `mask` excludes
-    `causal`. A `softcap` c, which only Plain takes, replaces a score s by c tanh(s / c).
+    `causal`. A `softcap` c, which only Plain takes, replaces a score s by c tanh(s / c). Kernels
+    without masks take a `reach` (T <= S): query i attends only to keys from i - reach on; and if it
+    is causal, `rows`: each query attends only to keys of its own sequence.
     """
 
     causal: bool
     scale: float
     mask: Tensor | None = None
     softcap: float | None = None
+    reach: int | None = None
+    rows: Rows | None = None
 
 
 class Kernel(ABC):
@@ -66,18 +71,13 @@ class Kernel(ABC):
 
     `smallest_triangle` is the number of keys down to which splitting a causal square into two
     triangles and a square is faster; None if the kernel skips the masked half by itself.
-    `takes_masks`: whether it supports a mask.
+    `takes_masks`: whether it supports a mask; if not, it takes a reach and sequences in a row.
     """
 
     name: ClassVar[str]
     device_type: ClassVar[str | None] = None
     smallest_triangle: ClassVar[int | None] = None
     takes_masks: ClassVar[bool] = True
-
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
-        """Why this kernel is not chosen for these inputs; empty if it can be."""
-        reason = self.refusal(device, dtype, head_dim)
-        return reason or ("takes no mask" if masked and not self.takes_masks else "")
 
     @abstractmethod
     def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
@@ -151,22 +151,24 @@ class CudaFlash(Kernel):
         return ""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, how.causal, scale=how.scale
-        )
-        return out, lse
+        inputs, options = for_flash(how, (q, k, v), q, k)
+        out, lse, *_ = aten._flash_attention_forward(*inputs, 0.0, how.causal, False, **options)
+        if how.rows is not None:
+            lse = lse.unflatten(1, (q.size(0), -1)).transpose(0, 1)
+            lse = lse.masked_fill(how.rows.is_out[:, None], -torch.inf)
+        return heads_first(out, q), lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if how.rows is not None:
+            # An lse of inf makes exp(score - lse) 0.
+            lse = lse.masked_fill(how.rows.is_out[:, None], torch.inf).transpose(0, 1).flatten(1)
         # Without dropout, the kernel does not read the random state but checks its shape.
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        unused = torch.zeros((), dtype=torch.uint64, device=q.device)
-        lengths = (None, None, q.size(2), k.size(2))
-        return aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(),
-            *lengths, 0.0, how.causal, rng_state, unused, scale=how.scale,
-        )  # fmt: skip
+        states = (torch.zeros(s, dtype=torch.uint64, device=q.device) for s in ((2,), ()))
+        inputs, options = for_flash(how, (grad, q, k, v, out), q, k, lse.contiguous())
+        dq, dk, dv = aten._flash_attention_backward(*inputs, 0.0, how.causal, *states, **options)
+        return heads_first(dq, q), heads_first(dk, q), heads_first(dv, q)
 
 
 class CudaEfficient(Kernel):
@@ -260,6 +262,24 @@ class Plain(Kernel):
         if how.mask is not None:
             scores.masked_fill_(~how.mask, -torch.inf)
         return scores
+
+
+def for_flash(
+    how: Scoring, tensors: tuple[Tensor, ...], q: Tensor, k: Tensor, *lse: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`tensors` with tokens before heads, `lse` and the bounds; the scale and the window."""
+    bounds: tuple[Any, ...] = None, None, q.size(2), k.size(2)
+    packed = [x.transpose(1, 2) for x in tensors]
+    if how.rows is not None:
+        packed, bounds = [x.flatten(0, 1) for x in packed], how.rows.bounds
+    # The kernel counts from the key beside a query if the last key is beside the last query.
+    left = None if how.reach is None else how.reach + k.size(2) - q.size(2)
+    return (*packed, *lse, *bounds), {"scale": how.scale, "window_size_left": left}
+
+
+def heads_first(x: Tensor, like: Tensor) -> Tensor:
+    """[B, T, H, E] or [B x T, H, E] -> [B, H, T, E]."""
+    return x.view(like.size(0), -1, *x.shape[-2:]).transpose(1, 2)
 
 
 def _bias_of(mask: Tensor | None, q: Tensor) -> Any:

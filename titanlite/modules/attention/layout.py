@@ -10,7 +10,8 @@ Shapes: c ranks, T tokens in the whole sequence, n = T / c tokens per rank.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -24,12 +25,16 @@ class Tile:
     """A rectangle of a block's score matrix, in local indices; if causal, its lower triangle.
 
     `queries` and `keys` are half-open ranges of rows and columns. A causal tile is square and
-    includes the diagonal, so it does not matter at which corner a kernel aligns causal masks.
+    includes the diagonal, so it does not matter at which corner a kernel aligns causal masks. With
+    a `reach`, row i has only the columns from i - reach on; then a tile has at least as many
+    columns as rows. It is of these `sequences` of the batch.
     """
 
     queries: slice
     keys: slice
     causal: bool
+    reach: int | None = None
+    sequences: slice = field(default_factory=lambda: slice(None))
 
     @property
     def num_pairs(self) -> int:
@@ -54,6 +59,30 @@ class Tile:
             *Tile(tail, tail_keys, True).split(smallest),
             Tile(tail, head_keys, False),
         ]
+
+    def cut(self, at: int) -> "list[Tile]":
+        """The parts before and after a local index, where the positions jump."""
+        rows, columns = (
+            (slice(s.start, min(s.stop, at)), slice(max(s.start, at), s.stop))
+            for s in (self.queries, self.keys)
+        )
+        pairs = ((q, k) for q, k in product(rows, columns) if not self.causal or q.start >= k.start)
+        parts = [Tile(queries, keys, self.causal and queries == keys) for queries, keys in pairs]
+        return [part for part in parts if part.num_pairs > 0]
+
+    def within(self, reach: int) -> "list[Tile]":
+        """The parts without the keys that are more than `reach` rows before their query."""
+        rows, columns = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+        if self.causal or reach >= rows - 1:
+            near = replace(self, reach=reach) if reach < rows - 1 else self
+            return [near] * (reach >= 0)
+        # The first queries see all keys, the others one key less than the query before.
+        first, start = max(0, reach + 1), self.queries.start
+        all_keys = replace(self, queries=slice(start, start + first))
+        rest = slice(start + first, start + min(rows, columns + reach))
+        keys = slice(self.keys.start + first - reach, self.keys.stop)
+        fewer = replace(self, queries=rest, keys=keys, reach=0)
+        return [part for part in (all_keys, fewer) if part.queries.start < part.queries.stop]
 
 
 @dataclass(frozen=True)

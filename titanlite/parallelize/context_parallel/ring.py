@@ -8,17 +8,15 @@ opaque call, and selective activation checkpointing can save it by name:
 
 With several documents in a sequence, a query attends only to its own document. The numbers of all
 ranks' documents are noted on a batch (modules/attention/documents.py), or all-gathered and read
-once. By their ranges a rank skips the parts of a block without a visible pair, and calls the faster
-kernel without a mask for parts in which all pairs are visible.
+once. By their ranges a rank leaves out rectangles without a visible pair. A part that also has
+pairs of different documents gets a mask, or on GPUs a kernel for sequences one after another.
 
 Sources: Ring Attention (arXiv 2310.01889), pass-KV (arXiv 2411.01783).
 Shapes: B batch, H query heads, K key/value heads, T local tokens, E head size; kv [2, B, S, K, E].
 """
 
-import functools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -209,11 +207,10 @@ def _ring_attention(
 
     def visit(key_rank: int, kv: Tensor) -> None:
         k, v = kv.transpose(2, 3)
-        for tile, kernel, mask in _parts(rotation, key_rank, q, whole, window, softcap):
-            rows, keys = tile.queries, tile.keys
-            how = Scoring(tile.causal, scale, mask, softcap)
-            found = kernel.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], how)
-            merge(out[:, :, rows], lse[:, :, rows], *found)
+        for tile, kernel, how in _parts(rotation, key_rank, q, whole, scale, window, softcap):
+            rows, keys = ((tile.sequences, slice(None), s) for s in (tile.queries, tile.keys))
+            found = kernel.forward(q[rows], k[keys], v[keys], how)
+            merge(out[rows], lse[rows], *found)
 
     rotation.forward(_pack(k, v), visit)
     if sinks is not None:
@@ -250,20 +247,14 @@ def _ring_attention_backward(
         k, v = kv.transpose(2, 3)
         dkv = torch.zeros_like(kv, dtype=dtype)
         dk, dv = dkv.transpose(2, 3)
-        for tile, kernel, mask in _parts(rotation, key_rank, q, whole, window, softcap):
-            rows, keys = tile.queries, tile.keys
+        for tile, kernel, how in _parts(rotation, key_rank, q, whole, scale, window, softcap):
+            rows, keys = ((tile.sequences, slice(None), s) for s in (tile.queries, tile.keys))
             tile_dq, tile_dk, tile_dv = kernel.backward(
-                grad_out[:, :, rows],
-                q[:, :, rows],
-                k[:, :, keys],
-                v[:, :, keys],
-                out[:, :, rows],
-                lse[:, :, rows],
-                Scoring(tile.causal, scale, mask, softcap),
+                grad_out[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], how
             )
-            dq[:, :, rows] += tile_dq
-            dk[:, :, keys] += tile_dk
-            dv[:, :, keys] += tile_dv
+            dq[rows] += tile_dq
+            dk[keys] += tile_dk
+            dv[keys] += tile_dv
         return dkv
 
     dk, dv = rotation.backward(_pack(k, v), visit, dtype).transpose(2, 3)
@@ -307,68 +298,56 @@ def _parts(
     key_rank: int,
     q: Tensor,
     documents: Documents | None,
+    scale: float,
     window: int | None,
     softcap: float | None,
-) -> Iterator[tuple[Tile, Kernel, Tensor | None]]:
-    """The tiles of this rank's queries and `key_rank`'s keys, each with its kernel and its mask.
+) -> Iterator[tuple[Tile, Kernel, Scoring]]:
+    """The tiles of this rank's queries and `key_rank`'s keys, and how to compute each.
 
-    A tile that surely has no pair of one document, or of one window, is left out. The mask is None
-    if all pairs of the tile are of both; it contains a causal tile's triangle. Nothing that is sent
+    Rectangles without a pair of one document, or of one window, are left out. Nothing that is sent
     depends on this, so ranks may decide differently.
     """
     inputs = q.device, q.dtype, q.size(3)
     kernel, masked = choose_kernel(*inputs), choose_kernel(*inputs, masked=True)
     if softcap is not None:
         kernel = masked = KERNELS[-1]
-    rank = rotation.group.rank()
-    for tile in _tiles(rotation, key_rank, q, kernel):
-        masks = []
-        if documents is not None:
-            may_meet, is_one = documents.compare(rank, tile.queries, key_rank, tile.keys)
-            if not may_meet:
-                continue
-            if not is_one:
-                own, theirs = documents.whole[rank], documents.whole[key_rank]
-                masks.append(same_document(own[:, tile.queries], theirs[:, tile.keys]))
+    ranks, n, layout = (rotation.group.rank(), key_rank), q.size(2), rotation.layout
+    tiles = layout.tiles(*ranks, n, rotation.causal)
+    if window is not None and layout.chunks_per_rank == 2:
+        tiles = [part for tile in tiles for part in tile.cut(n // 2)]
+    if kernel.smallest_triangle is not None:
+        tiles = [part for tile in tiles for part in tile.split(kernel.smallest_triangle)]
+    for tile in tiles:
+        parts, among = ([tile], None) if documents is None else documents.parts(*ranks, tile)
         if window is not None:
-            rows, keys = (
-                _positions(rotation.layout, of, q.size(2), q.device)[part]
-                for of, part in ((rank, tile.queries), (key_rank, tile.keys))
-            )
-            nearest, farthest = _distances(rotation.layout, rank, key_rank, q.size(2), tile)
-            if nearest >= window:
-                continue
-            if farthest >= window:
-                masks.append((rows[:, None] - keys < window)[None, None])
-        if not masks:
-            yield tile, kernel, None
-            continue
-        mask = functools.reduce(torch.logical_and, masks).expand(q.size(0), -1, -1, -1)
-        yield replace(tile, causal=False), masked, mask.tril() if tile.causal else mask
+            parts = [near for part in parts for near in _near(layout, ranks, n, part, window)]
+        for part in parts:
+            rows = None if among is None or kernel.takes_masks else among.in_a_row(*ranks, part)
+            if rows or (among is None and (part.reach is None or not kernel.takes_masks)):
+                yield part, kernel, Scoring(part.causal, scale, None, softcap, part.reach, rows)
+            else:
+                mask = _mask(ranks, q, part, among)
+                yield part, masked, Scoring(False, scale, mask, softcap)
 
 
-@functools.lru_cache(maxsize=64)
-def _positions(layout: Layout, rank: int, n: int, device: torch.device) -> Tensor:
-    """The positions of a rank's `n` tokens, kept on the device."""
-    return layout.positions(rank, n * layout.num_ranks).to(device)
+def _near(layout: Layout, ranks: tuple[int, int], n: int, tile: Tile, window: int) -> list[Tile]:
+    """The parts of a tile of evenly spaced positions that are in the window."""
+    rows, keys = (layout.positions(rank, n * layout.num_ranks) for rank in ranks)
+    step = int(rows[-1] - rows[-2]) if n > 1 else 1
+    first = int(rows[tile.queries.start] - keys[tile.keys.start])
+    return tile.within((window - 1 - first) // step)
 
 
-def _distances(layout: Layout, rank: int, key_rank: int, n: int, tile: Tile) -> tuple[int, int]:
-    """How far the keys of a tile are before its queries: at least, and at most."""
-    cpu = torch.device("cpu")
-    rows, keys = (
-        _positions(layout, of, n, cpu)[part].tolist()
-        for of, part in ((rank, tile.queries), (key_rank, tile.keys))
-    )
-    return max(0, rows[0] - keys[-1]), rows[-1] - keys[0]
-
-
-def _tiles(rotation: Rotation, key_rank: int, q: Tensor, kernel: Kernel) -> list[Tile]:
-    """The tiles of this rank's queries and `key_rank`'s keys, split where that saves work."""
-    tiles = rotation.layout.tiles(rotation.group.rank(), key_rank, q.size(2), rotation.causal)
-    if kernel.smallest_triangle is None:
-        return tiles
-    return [part for tile in tiles for part in tile.split(kernel.smallest_triangle)]
+def _mask(ranks: tuple[int, int], q: Tensor, tile: Tile, among: Documents | None) -> Tensor:
+    """The mask of a tile."""
+    rows, columns = tile.queries.stop - tile.queries.start, tile.keys.stop - tile.keys.start
+    mask = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=q.device)
+    mask = mask.tril() if tile.causal else mask
+    mask = mask if tile.reach is None else mask.triu(-tile.reach)
+    if among is not None:
+        own, theirs = (among.whole[rank] for rank in ranks)
+        mask = mask & same_document(own[:, tile.queries], theirs[:, tile.keys])
+    return mask.expand(len(q[tile.sequences]), -1, -1, -1)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:

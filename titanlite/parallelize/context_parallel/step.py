@@ -3,7 +3,6 @@
 from typing import Any
 
 from titanlite.modules.attention import explain_choice
-from titanlite.modules.batch import takes
 from titanlite.parallelize.context_parallel.apply import apply_cp
 from titanlite.parallelize.part import DTYPES, FeatureStep, Part
 from titanlite.plan_row import PlanRow
@@ -24,9 +23,6 @@ def apply(part: Part) -> PlanRow:
     inputs = meshes.cp.device_type, dtype, getattr(model_config, "head_dim", 64)
     name = f"CP {meshes.cp.size()}"
     note = f"{len(report.blocks)} blocks, {layout} layout, {rotation}; {explain_choice(*inputs)}"
-    masked = explain_choice(*inputs, masked=True)
-    if takes(model, "documents") and masked != explain_choice(*inputs):
-        note += f"; blocks with several documents: {masked}"
     return PlanRow("context parallel", name, name, note)
 
 

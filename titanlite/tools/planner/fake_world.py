@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titanlite.config import ResolvedJob
 from titanlite.config.data import spec_for
 from titanlite.data.spec import Dataset
-from titanlite.modules.attention import documents
+from titanlite.modules.attention import dense, documents
 from titanlite.modules.attention.documents import note, noted
 from titanlite.modules.attention.kernels import CpuFlash
 from titanlite.modules.batch import Batch
@@ -112,7 +112,9 @@ def stand_ins(device_type: str = "cpu", *, fuses_norms: bool = True) -> Iterator
             stack.enter_context(patch.object(FakeTensor, "is_pinned", lambda *_: True, create=True))
         if device_type == "cuda" and not torch.cuda.is_available():
             stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
-            stack.enter_context(patch.object(documents, "takes_rows", lambda _: True))
+            stack.enter_context(patch.object(CpuFlash, "takes_masks", False))
+            for place in (documents, dense):
+                stack.enter_context(patch.object(place, "takes_rows", lambda _: True))
             stack.enter_context(patch.object(loss, "prefers_small_chunks", lambda _: False))
             if fuses_norms:
                 stack.enter_context(patch.object(torch, "rms_norm", fused_rms_norm))

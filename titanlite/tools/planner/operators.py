@@ -107,6 +107,8 @@ def causal_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
         return ()
     queries, keys = _lengths(name, args, at)
     window = int(args[causal_at - 1]) if len(args) > causal_at else 0
+    if (left := kwargs.get("window_size_left")) is not None:
+        window = left + 1
     return (queries, keys, window) if 0 < window < keys else (queries, keys)
 
 

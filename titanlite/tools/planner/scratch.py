@@ -150,6 +150,8 @@ def _cuda_flash_backward(args: Args, _: int) -> int:
 
 def _documents_backward(args: Args, _: int) -> int:
     q, k, starts = args[1], args[2], args[6]
+    if starts is None:
+        return _cuda_flash_backward((None, q.transpose(1, 2)), _)
     tokens, heads, features = q.shape
     # mha_varlen_bwd pads each document by a block, and sums keys that heads share at the end.
     size = 4 * heads * (tokens + 128 * (len(starts) - 1)) * (-(-features // 32) * 32 + 1)

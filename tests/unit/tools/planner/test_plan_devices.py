@@ -2,13 +2,16 @@
 
 import json
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from titanlite.config import JobConfig, ResolvedJob, resolve_job
 from titanlite.config.load import override
+from titanlite.modules.attention import CausalAttention
 from titanlite.tools.planner.allocator import Allocator
 from titanlite.tools.planner.cache import key_of
 from titanlite.tools.planner.compose import compose
@@ -76,6 +79,16 @@ def test_documents_on_a_gpu_have_no_mask_in_bfloat16() -> None:
     assert apart.flops == whole.flops
     # A kernel for documents keeps the gradients of each head's keys and values for a moment.
     assert whole.peak().num_bytes <= apart.peak().num_bytes < 1.05 * whole.peak().num_bytes
+
+
+def test_windows_on_a_gpu_have_no_mask_in_bfloat16() -> None:
+    attend = partialmethod(CausalAttention.forward, window=128)
+    with patch.object(CausalAttention, "forward", attend):
+        trace = trace_rank(job("cuda"), 0)
+    kernels = [one for one in trace.operators if "flash_attention" in one.name]
+    assert {one.causal for one in kernels} == {(2048, 2048, 128)}
+    most = max(one.num_bytes for one in trace.events if isinstance(one, Allocation))
+    assert most < 2 * 2048**2
 
 
 def test_a_gpu_multiplies_in_float8_and_the_cpu_emulates_it() -> None:
