@@ -21,7 +21,7 @@ TOOLS = ROOT / "titanlite/tools"
 # averages of weights, scores of attention that transformers' models have, what a plan advises, and
 # the uses of a weight in compare, and experts of transformers. The core's was 34,000: it has the
 # first three of these and the last.
-CORE, LIBRARY, TESTS = 34_370, 81_200, 46_900
+CORE, LIBRARY, TESTS = 34_370, 81_320, 47_000
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
 GUIDES, PAGES = 25_720, 73_150
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.

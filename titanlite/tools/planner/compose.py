@@ -103,6 +103,8 @@ class Composition:
             for name, num_bytes in segment.net.items():
                 now[name] += num_bytes
                 total += num_bytes
+            assert min(now.values()) >= 0, f"{action.kind} of stage {action.stage} leaves {now}"
+        assert min(best.values()) >= 0, f"the peak in {where} is {best}"
         return Peak(where, best)
 
     def reserved(self) -> int:

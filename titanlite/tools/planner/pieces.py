@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,7 +44,15 @@ from titanlite.tools.planner.composition import (
     segment_of,
     smaller,
 )
-from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Trace, Wait
+from titanlite.tools.planner.events import (
+    Allocation,
+    Communication,
+    Event,
+    Operator,
+    Site,
+    Trace,
+    Wait,
+)
 from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
 from titanlite.tools.planner.hardware import Software
 from titanlite.tools.planner.recorder import StepRecorder
@@ -92,14 +102,20 @@ def trace_pieces(
     except Exception as error:  # the model's own code can raise anything
         raise _untraceable(small, error) from error
     # Any block can follow any other: what is between two has one category in all of them.
-    between = {b for b in seen.between if trace.category_of.get(b) == "temporary"}
+    taken = {
+        name: {block for block in blocks if trace.category_of.get(block) == "temporary"}
+        for name, blocks in seen.taken.items()
+    }
+    between = set[int]().union(*taken.values())
     trace.category_of.update(dict.fromkeys(between, "activations"))
     events, reduced = _without_fsdp(trace, seen.casts.events)
     is_float8 = FLOAT8.is_on(small.config)
     segments: dict[tuple[str, str], Segment] = {}
     late: dict[tuple[str, str], int] = {}
     sizes_of = dict(trace.sizes)
-    for key, run in _cut(events, fewer.kept, is_float8=is_float8):
+    runs = dict(_cut(events, fewer.kept, is_float8=is_float8))
+    _free_inputs(runs, taken)
+    for key, run in runs.items():
         late[key] = _late_bytes(run, trace.category_of, sizes_of)
         segments[key] = segment_of(run, trace.category_of, sizes_of)
     units = _units(job, fewer.kept, seen.partial, reduced, fewer.matrices)
@@ -111,10 +127,15 @@ def trace_pieces(
             where = ""  # Every stage has the modules that no stage names.
         buffers[where] += _num_bytes(buffer)
 
+    boundary = seen.sizes[0] if seen.sizes else 0
+
     def part(name: str) -> ModelPart:
         forward, backward = segments[name, FORWARD], segments[name, BACKWARD]
-        at_end = late[name, BACKWARD]
-        return ModelPart(forward, backward, units.get(name, {}), buffers[name], at_end)
+        # A part frees its input. What else it keeps ends with it, wherever the model has it from.
+        kept = boundary * ((name == "before") - (name == "after"))
+        net = {**backward.net, "activations": kept - forward.net.get("activations", 0)}
+        of = units.get(name, {}), buffers[name], late[name, BACKWARD], bool(taken.get(name))
+        return ModelPart(forward, replace(backward, net=net), *of)
 
     # The last of each kind is the most typical: the first block of all has other neighbours.
     of_kind = dict(zip(fewer.kept_kinds, fewer.kept, strict=True))
@@ -139,7 +160,7 @@ def trace_pieces(
         num_shards=job.dims.num_weight_shards,
         num_expert_shards=job.dims.num_expert_shards,
         tied=_tied(job, units),
-        boundary_bytes=seen.sizes[0] if seen.sizes else 0,
+        boundary_bytes=boundary,
         output_bytes=0 if trace.category_of[block] == "activations" else output_bytes,
         moments=moments,
         state_bytes=state,
@@ -158,8 +179,8 @@ class _Seen:
         """The bytes of each block's output."""
         self.outputs: list[tuple[int, int]] = []
         """The model's outputs: the block of memory and the bytes."""
-        self.between: set[int] = set()
-        """The blocks of memory of what blocks of the model take and give."""
+        self.taken: dict[str, set[int]] = {}
+        """The blocks of memory that each block of the model takes, and "after", by name."""
         self.casts = CastRecorder()
         self.partial: set[int] = set()
         """The ids of the parameters with a Partial gradient."""
@@ -168,16 +189,18 @@ class _Seen:
         """Note what the job's model and trainer do from now on."""
         self.casts.start(job, recorder)
 
-        def note_taken(_: nn.Module, taken: tuple[Any, ...]) -> None:
+        def note_taken(name: str, _: nn.Module, taken: tuple[Any, ...]) -> None:
             tensors = [local_part(one) for one in taken[:1] if isinstance(one, Tensor)]
-            self.between |= recorder.blocks_of(tensors)
+            # Of a collective that nothing has waited for yet, the tensor inside.
+            self.taken[name] = recorder.blocks_of(getattr(one, "elem", one) for one in tensors)
 
         def note_given(block: nn.Module, _: Any, output: Any) -> None:
             self.sizes.append(_num_bytes(output))
-            note_taken(block, output if isinstance(output, tuple) else (output,))
+            note_taken("after", block, output if isinstance(output, tuple) else (output,))
 
-        for block in find_blocks(job.parts[0], job.plan).values():
-            block.register_forward_pre_hook(note_taken, prepend=True)
+        for key, block in find_blocks(job.parts[0], job.plan).items():
+            note = partial(note_taken, job.plan.block_name(key))
+            block.register_forward_pre_hook(note, prepend=True)
             block.register_forward_hook(note_given)
 
         def note_output(_: nn.Module, __: Any, output: Any) -> None:
@@ -340,6 +363,21 @@ def _cut(
             at = 1
     for key, run in runs.items():
         yield key, [over_tokens(event) for event in run] if key[1] and is_float8 else run
+
+
+def _free_inputs(
+    runs: Mapping[tuple[str, str], list[Event]], taken: Mapping[str, set[int]]
+) -> None:
+    """Let each part free what it has `taken` at the end of its forward pass.
+
+    When that happens is up to the model around the blocks; what its first block takes, many a model
+    keeps until its end.
+    """
+    every = set[int]().union(*taken.values())
+    for (name, phase), run in runs.items():
+        if phase == FORWARD:
+            run[:] = [e for e in run if getattr(e, "block", -1) not in every or e.num_bytes]
+            run += [Allocation(block, 0, Site(name, FORWARD)) for block in taken.get(name, ())]
 
 
 def _late_bytes(
