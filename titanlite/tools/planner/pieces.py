@@ -33,6 +33,7 @@ from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.plan import ParallelPlan, find_blocks
 from titanlite.plain_job import build_plain_model
+from titanlite.schedule.generators import without_garbage_collection
 from titanlite.tools.planner.composition import (
     AS_ADAMW,
     ModelPart,
@@ -69,6 +70,7 @@ FORWARD, BACKWARD = "forward", "backward"
 FUSED_BACKWARD = ("aten::_scaled_dot_product_flash_attention_for_cpu_backward",)
 
 
+@without_garbage_collection()
 def trace_pieces(
     resolved: ResolvedJob, software: Software = TODAY, *, is_compiled: bool = False
 ) -> Pieces:
@@ -101,32 +103,18 @@ def trace_pieces(
         raise
     except Exception as error:  # the model's own code can raise anything
         raise _untraceable(small, error) from error
-    # Any block can follow any other: what is between two has one category in all of them.
-    taken = {
-        name: {block for block in blocks if trace.category_of.get(block) == "temporary"}
-        for name, blocks in seen.taken.items()
-    }
-    between = set[int]().union(*taken.values())
-    trace.category_of.update(dict.fromkeys(between, "activations"))
     events, reduced = _without_fsdp(trace, seen.casts.events)
     is_float8 = FLOAT8.is_on(small.config)
     segments: dict[tuple[str, str], Segment] = {}
     late: dict[tuple[str, str], int] = {}
     sizes_of = dict(trace.sizes)
     runs = dict(_cut(events, fewer.kept, is_float8=is_float8))
-    _free_inputs(runs, taken)
+    taken = _free_inputs(runs, seen.taken, trace.category_of)
     for key, run in runs.items():
         late[key] = _late_bytes(run, trace.category_of, sizes_of)
         segments[key] = segment_of(run, trace.category_of, sizes_of)
     units = _units(job, fewer.kept, seen.partial, reduced, fewer.matrices)
-    buffers: Counter[str] = Counter()
-    for name, buffer in job.parts[0].named_buffers():
-        own = canonical_name(name)
-        where = _part_of(own, fewer.kept, job.plan)
-        if where == "before" and not _is_in(own, job.plan.embeddings):
-            where = ""  # Every stage has the modules that no stage names.
-        buffers[where] += _num_bytes(buffer)
-
+    buffers = _buffers(job, fewer.kept)
     boundary = seen.sizes[0] if seen.sizes else 0
 
     def part(name: str) -> ModelPart:
@@ -366,18 +354,28 @@ def _cut(
 
 
 def _free_inputs(
-    runs: Mapping[tuple[str, str], list[Event]], taken: Mapping[str, set[int]]
-) -> None:
-    """Let each part free what it has `taken` at the end of its forward pass.
+    runs: Mapping[tuple[str, str], list[Event]],
+    taken: Mapping[str, set[int]],
+    category_of: dict[int, str],
+) -> dict[str, set[int]]:
+    """Let each part free what it has `taken` at the end of its forward pass, if that is temporary.
 
     When that happens is up to the model around the blocks; what its first block takes, many a model
-    keeps until its end.
+    keeps until its end. Any block can follow any other, so it has one category: activations.
+    Returns what the parts free there.
     """
-    every = set[int]().union(*taken.values())
+    freed = {n: {b for b in of if category_of.get(b) == "temporary"} for n, of in taken.items()}
+    every = set[int]().union(*freed.values())
+    category_of.update(dict.fromkeys(every, "activations"))
     for (name, phase), run in runs.items():
         if phase == FORWARD:
-            run[:] = [e for e in run if getattr(e, "block", -1) not in every or e.num_bytes]
-            run += [Allocation(block, 0, Site(name, FORWARD)) for block in taken.get(name, ())]
+            run[:] = [event for event in run if not _is_free_of(event, every)]
+            run += [Allocation(block, 0, Site(name, FORWARD)) for block in freed.get(name, ())]
+    return freed
+
+
+def _is_free_of(event: Event, blocks: set[int]) -> bool:
+    return isinstance(event, Allocation) and event.block in blocks and not event.num_bytes
 
 
 def _late_bytes(
@@ -539,6 +537,18 @@ def _units(
         for part in parts_of_unit[unit]:
             found.setdefault(part, {})[unit] = tuple(weights)
     return found
+
+
+def _buffers(job: Job, blocks: Sequence[str]) -> Counter[str]:
+    """Part -> the bytes of its buffers; "" has those of the modules that no stage names."""
+    buffers: Counter[str] = Counter()
+    for name, buffer in job.parts[0].named_buffers():
+        own = canonical_name(name)
+        where = _part_of(own, blocks, job.plan)
+        if where == "before" and not _is_in(own, job.plan.embeddings):
+            where = ""
+        buffers[where] += _num_bytes(buffer)
+    return buffers
 
 
 def _tied(job: Job, units: Mapping[str, Mapping[str, tuple[Weight, ...]]]) -> tuple[Weight, ...]:
