@@ -121,9 +121,9 @@ class Composition:
             segment = action.segment
             effect = known.get(id(segment))
             if effect is None:
-                net, peak = segment.net, segment.peak
+                net, at_most = segment.net, segment.peak
                 own = sum(n for name, n in net.items() if name not in self.apart)
-                of = [(net.get(name, 0), peak.get(name, 0)) for name in self.apart]
+                of = [(net.get(name, 0), at_most.get(name, 0)) for name in self.apart]
                 streams = [(at, n, max(n, more)) for at, (n, more) in enumerate(of) if n or more]
                 effect = known[id(segment)] = segment.main_peak, own, streams
             main_peak, own, streams = effect
