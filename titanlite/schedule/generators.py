@@ -38,7 +38,7 @@ def make_schedule(
     if num_chunks is None:
         num_chunks = kind.min_chunks
     _check_counts(name, kind, num_ranks, num_microbatches, num_chunks)
-    with _without_garbage_collection():
+    with without_garbage_collection():
         actions = [
             kind.rank_actions(rank, num_ranks, num_microbatches, num_chunks)
             for rank in range(num_ranks)
@@ -48,7 +48,7 @@ def make_schedule(
 
 
 @contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Millions of actions are made, and no cycles: the collector would only visit them all."""
     was_enabled = gc.isenabled()
     gc.disable()

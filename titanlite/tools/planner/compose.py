@@ -26,6 +26,7 @@ from titanlite.schedule.actions import (
     SEND_F,
     UNSHARD,
 )
+from titanlite.schedule.generators import without_garbage_collection
 from titanlite.tools.planner.composition import Pieces, Segment, Weight
 from titanlite.tools.planner.data_parallel import ENDS
 from titanlite.tools.planner.events import Communication, Operator, Peak, Site, totals
@@ -105,22 +106,44 @@ class Composition:
                 total += num_bytes
         return Peak(where, best)
 
+    def below_zero(self) -> str:
+        """The first action that frees more of a kind of memory than there is; empty if none does.
+
+        Then the pieces of the model do not fit together, and the peak may be too low.
+        """
+        now = Counter(self.held)
+        for action in self.actions:
+            now.update(action.segment.net)
+            if any(num_bytes < 0 for num_bytes in now.values()):
+                return f"{action.kind} of stage {action.stage}"
+        return ""
+
     def reserved(self) -> int:
         """About the bytes that torch takes of the device: on a GPU, see Trace.reserved."""
         if not self.apart:
             peak = self.peak().num_bytes
             return peak if self.apart is None else peak + self.gaps
         main = most = sum(self.held.values())
-        now, largest = Counter[str](), Counter[str]()
+        now, largest = [0] * len(self.apart), [0] * len(self.apart)
+        # A search asks this of millions of actions, of few segments.
+        known: dict[int, tuple[int, int, list[tuple[int, int, int]]]] = {}
         for action in self.actions:
             segment = action.segment
-            most = max(most, main + segment.main_peak)
-            for name in self.apart:
-                before, after = now[name], segment.net.get(name, 0)
-                largest[name] = max(largest[name], before + max(segment.peak.get(name, 0), after))
-                now[name] = before + after
-            main += sum(n for name, n in segment.net.items() if name not in self.apart)
-        return most + largest.total() + self.gaps
+            effect = known.get(id(segment))
+            if effect is None:
+                net, at_most = segment.net, segment.peak
+                own = sum(n for name, n in net.items() if name not in self.apart)
+                of = [(net.get(name, 0), at_most.get(name, 0)) for name in self.apart]
+                streams = [(at, n, max(n, more)) for at, (n, more) in enumerate(of) if n or more]
+                effect = known[id(segment)] = segment.main_peak, own, streams
+            main_peak, own, streams = effect
+            if main + main_peak > most:
+                most = main + main_peak
+            main += own
+            for at, n, most_of in streams:
+                largest[at] = max(largest[at], now[at] + most_of)
+                now[at] += n
+        return most + sum(largest) + self.gaps
 
     def host_peak(self) -> Peak:
         """The peak of the host's memory, in the update; nothing without CPU offload."""
@@ -145,6 +168,7 @@ def peaks(compositions: Sequence[Composition]) -> tuple[int, int]:
     )
 
 
+@without_garbage_collection()
 def compose(
     resolved: ResolvedJob,
     pieces: Pieces,

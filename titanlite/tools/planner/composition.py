@@ -239,6 +239,8 @@ class ModelPart:
     buffer_bytes: int
     late_bytes: int = 0
     """The most temporary bytes after the last product of the backward pass."""
+    frees_input: bool = False
+    """Whether its forward pass frees its input; else the backward pass does."""
 
     @property
     def weights(self) -> list[Weight]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.plan import ParallelPlan, find_blocks
 from titanlite.plain_job import build_plain_model
+from titanlite.schedule.generators import without_garbage_collection
 from titanlite.tools.planner.composition import (
     AS_ADAMW,
     ModelPart,
@@ -42,7 +45,15 @@ from titanlite.tools.planner.composition import (
     segment_of,
     smaller,
 )
-from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Trace, Wait
+from titanlite.tools.planner.events import (
+    Allocation,
+    Communication,
+    Event,
+    Operator,
+    Site,
+    Trace,
+    Wait,
+)
 from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
 from titanlite.tools.planner.hardware import Software
 from titanlite.tools.planner.recorder import StepRecorder
@@ -59,6 +70,7 @@ FORWARD, BACKWARD = "forward", "backward"
 FUSED_BACKWARD = ("aten::_scaled_dot_product_flash_attention_for_cpu_backward",)
 
 
+@without_garbage_collection()
 def trace_pieces(
     resolved: ResolvedJob, software: Software = TODAY, *, is_compiled: bool = False
 ) -> Pieces:
@@ -91,30 +103,27 @@ def trace_pieces(
         raise
     except Exception as error:  # the model's own code can raise anything
         raise _untraceable(small, error) from error
-    # Any block can follow any other: what is between two has one category in all of them.
-    between = {b for b in seen.between if trace.category_of.get(b) == "temporary"}
-    trace.category_of.update(dict.fromkeys(between, "activations"))
     events, reduced = _without_fsdp(trace, seen.casts.events)
     is_float8 = FLOAT8.is_on(small.config)
     segments: dict[tuple[str, str], Segment] = {}
     late: dict[tuple[str, str], int] = {}
     sizes_of = dict(trace.sizes)
-    for key, run in _cut(events, fewer.kept, is_float8=is_float8):
+    runs = dict(_cut(events, fewer.kept, is_float8=is_float8))
+    taken = _free_inputs(runs, seen.taken, trace.category_of)
+    for key, run in runs.items():
         late[key] = _late_bytes(run, trace.category_of, sizes_of)
         segments[key] = segment_of(run, trace.category_of, sizes_of)
     units = _units(job, fewer.kept, seen.partial, reduced, fewer.matrices)
-    buffers: Counter[str] = Counter()
-    for name, buffer in job.parts[0].named_buffers():
-        own = canonical_name(name)
-        where = _part_of(own, fewer.kept, job.plan)
-        if where == "before" and not _is_in(own, job.plan.embeddings):
-            where = ""  # Every stage has the modules that no stage names.
-        buffers[where] += _num_bytes(buffer)
+    buffers = _buffers(job, fewer.kept)
+    boundary = seen.sizes[0] if seen.sizes else 0
 
     def part(name: str) -> ModelPart:
         forward, backward = segments[name, FORWARD], segments[name, BACKWARD]
-        at_end = late[name, BACKWARD]
-        return ModelPart(forward, backward, units.get(name, {}), buffers[name], at_end)
+        # A part frees its input. What else it keeps ends with it, wherever the model has it from.
+        kept = boundary * ((name == "before") - (name == "after"))
+        net = {**backward.net, "activations": kept - forward.net.get("activations", 0)}
+        of = units.get(name, {}), buffers[name], late[name, BACKWARD], bool(taken.get(name))
+        return ModelPart(forward, replace(backward, net=net), *of)
 
     # The last of each kind is the most typical: the first block of all has other neighbours.
     of_kind = dict(zip(fewer.kept_kinds, fewer.kept, strict=True))
@@ -139,7 +148,7 @@ def trace_pieces(
         num_shards=job.dims.num_weight_shards,
         num_expert_shards=job.dims.num_expert_shards,
         tied=_tied(job, units),
-        boundary_bytes=seen.sizes[0] if seen.sizes else 0,
+        boundary_bytes=boundary,
         output_bytes=0 if trace.category_of[block] == "activations" else output_bytes,
         moments=moments,
         state_bytes=state,
@@ -158,8 +167,8 @@ class _Seen:
         """The bytes of each block's output."""
         self.outputs: list[tuple[int, int]] = []
         """The model's outputs: the block of memory and the bytes."""
-        self.between: set[int] = set()
-        """The blocks of memory of what blocks of the model take and give."""
+        self.taken: dict[str, set[int]] = {}
+        """The blocks of memory that each block of the model takes, and "after", by name."""
         self.casts = CastRecorder()
         self.partial: set[int] = set()
         """The ids of the parameters with a Partial gradient."""
@@ -168,16 +177,18 @@ class _Seen:
         """Note what the job's model and trainer do from now on."""
         self.casts.start(job, recorder)
 
-        def note_taken(_: nn.Module, taken: tuple[Any, ...]) -> None:
+        def note_taken(name: str, _: nn.Module, taken: tuple[Any, ...]) -> None:
             tensors = [local_part(one) for one in taken[:1] if isinstance(one, Tensor)]
-            self.between |= recorder.blocks_of(tensors)
+            # Of a collective that nothing has waited for yet, the tensor inside.
+            self.taken[name] = recorder.blocks_of(getattr(one, "elem", one) for one in tensors)
 
         def note_given(block: nn.Module, _: Any, output: Any) -> None:
             self.sizes.append(_num_bytes(output))
-            note_taken(block, output if isinstance(output, tuple) else (output,))
+            note_taken("after", block, output if isinstance(output, tuple) else (output,))
 
-        for block in find_blocks(job.parts[0], job.plan).values():
-            block.register_forward_pre_hook(note_taken, prepend=True)
+        for key, block in find_blocks(job.parts[0], job.plan).items():
+            note = partial(note_taken, job.plan.block_name(key))
+            block.register_forward_pre_hook(note, prepend=True)
             block.register_forward_hook(note_given)
 
         def note_output(_: nn.Module, __: Any, output: Any) -> None:
@@ -342,6 +353,31 @@ def _cut(
         yield key, [over_tokens(event) for event in run] if key[1] and is_float8 else run
 
 
+def _free_inputs(
+    runs: Mapping[tuple[str, str], list[Event]],
+    taken: Mapping[str, set[int]],
+    category_of: dict[int, str],
+) -> dict[str, set[int]]:
+    """Let each part free what it has `taken` at the end of its forward pass, if that is temporary.
+
+    When that happens is up to the model around the blocks; what its first block takes, many a model
+    keeps until its end. Any block can follow any other, so it has one category: activations.
+    Returns what the parts free there.
+    """
+    freed = {n: {b for b in of if category_of.get(b) == "temporary"} for n, of in taken.items()}
+    every = set[int]().union(*freed.values())
+    category_of.update(dict.fromkeys(every, "activations"))
+    for (name, phase), run in runs.items():
+        if phase == FORWARD:
+            run[:] = [event for event in run if not _is_free_of(event, every)]
+            run += [Allocation(block, 0, Site(name, FORWARD)) for block in freed.get(name, ())]
+    return freed
+
+
+def _is_free_of(event: Event, blocks: set[int]) -> bool:
+    return isinstance(event, Allocation) and event.block in blocks and not event.num_bytes
+
+
 def _late_bytes(
     events: Sequence[Event], category_of: Mapping[int, str], sizes: Mapping[int, int]
 ) -> int:
@@ -501,6 +537,18 @@ def _units(
         for part in parts_of_unit[unit]:
             found.setdefault(part, {})[unit] = tuple(weights)
     return found
+
+
+def _buffers(job: Job, blocks: Sequence[str]) -> Counter[str]:
+    """Part -> the bytes of its buffers; "" has those of the modules that no stage names."""
+    buffers: Counter[str] = Counter()
+    for name, buffer in job.parts[0].named_buffers():
+        own = canonical_name(name)
+        where = _part_of(own, blocks, job.plan)
+        if where == "before" and not _is_in(own, job.plan.embeddings):
+            where = ""
+        buffers[where] += _num_bytes(buffer)
+    return buffers
 
 
 def _tied(job: Job, units: Mapping[str, Mapping[str, tuple[Weight, ...]]]) -> tuple[Weight, ...]:

@@ -194,6 +194,11 @@ def plan_job(
     about = dims, ranks, method, hardware, prediction
     samples = 0 if has_tokens(config) else resolved.seq_len
     plan = JobPlan(*about, cost=cost, applied=applied, sample_tokens=samples)
+    found = (one.below_zero() for one in steps if isinstance(one, Composition))
+    if where := next(filter(None, found), ""):
+        plan.warnings.append(
+            f"memory: {where} frees more than the parts of the model took; the peak may be too low"
+        )
     if compositions and (again := _repeated_in_halves(resolved)):
         plan.notes.append(
             f"schedule: it splits the backward pass, and each half runs {again} again; composed "

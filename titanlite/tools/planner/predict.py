@@ -28,6 +28,7 @@ from titanlite.schedule.actions import (
     SEND_F,
     UNSHARD,
 )
+from titanlite.schedule.generators import without_garbage_collection
 from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.planner.compose import END, START, Composition, Done
 from titanlite.tools.planner.composition import Pieces, Segment
@@ -73,6 +74,7 @@ class Prediction:
     actions: list[Ran] = field(default_factory=list, repr=False)
 
 
+@without_garbage_collection()
 def predict(
     resolved: ResolvedJob,
     compositions: Sequence[Composition],

@@ -304,7 +304,7 @@ class Segments:
     def _boundaries(self, kind: str, stage: int) -> int:
         """How many activations between stages an action leaves beside those of its parts.
 
-        The parts of a model free their input after their backward pass. A stage keeps its input,
+        The parts of a model free their input after one of their passes. A stage keeps its input,
         which is in a buffer, and frees its output: then, or what was sent at the end of the batch.
         An output that stays on the rank takes the place of the next stage's buffer.
         """
@@ -313,8 +313,12 @@ class Segments:
         ranks = self._pipeline.schedule.stage_to_rank
         is_last = stage + 1 == len(ranks)
         is_local = not is_last and ranks[stage] == ranks[stage + 1]
+        parts = self.stages[stage]
+        frees_input = parts[0][1].frees_input
         if kind == actions.FORWARD:
-            return -is_local
+            # With more stages than blocks, norm and head can be apart; their piece gives logits.
+            is_norm = parts[-1][0] == "after" and not is_last
+            return (stage > 0 and frees_input) - is_local + is_norm
         if kind == actions.BACKWARD_INPUT:
             # The gradient of its output, which it keeps for the weights, is in a buffer.
             return -(not is_last)
@@ -322,7 +326,7 @@ class Segments:
             return 0
         frees_output = not (is_last or is_local or self.is_runtime)
         had_gradient = kind == actions.BACKWARD_WEIGHT and not is_last
-        return (stage > 0) - frees_output + had_gradient
+        return (stage > 0 and not frees_input) - frees_output + had_gradient
 
     def _reduce_stage(self, builder: Builder, parts: Stage, variant: Variant) -> None:
         pending = PendingReduction()
