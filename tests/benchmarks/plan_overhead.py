@@ -71,10 +71,12 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 EXPERT_PLANS = {"ep4": {"data_parallel_shard_degree": 4, "expert_parallel_degree": 4}}
 BY_HAND = {
-    "image": ("ddp4 by hand", "fsdp4 by hand", "tp4 by hand", "pp4 by hand"),
+    "image": tuple(f"{plan} by hand" for plan in ("ddp4", "fsdp4", "tp2_fsdp2", "tp4", "pp4")),
     "llama": ("ddp4 by hand", "fsdp4 by hand"),
 }
 """Plain loops on four ranks."""
+DEGREES_BY_HAND = {"ddp4": (4, 1), "fsdp4": (4, 1), "tp2_fsdp2": (2, 2), "tp4": (1, 4)}
+"""The degrees of data and tensor parallelism of each; a pipeline has neither."""
 TARGETS = {"control": 1.0, "one rank": 1.03, "ddp4": 1.12, "fsdp4": 1.12, "tp2_fsdp2": 1.30,
            "tp4": 1.60, "pp4": 1.15, "cp4": 1.20, "ep4": 1.40}  # fmt: skip
 
@@ -97,6 +99,7 @@ def bare_loop(config: JobConfig, by_hand: str = "", rank: int = 0) -> Callable[[
     """A step of the same model and batch in plain PyTorch, on one process or `by_hand` on four."""
     import torch
     import torch.nn.functional as F
+    from torch.distributed.device_mesh import init_device_mesh
 
     from titanlite.config import load_model_spec
     from titanlite.config.data import source_arguments, spec_for
@@ -104,16 +107,19 @@ def bare_loop(config: JobConfig, by_hand: str = "", rank: int = 0) -> Callable[[
 
     resolved = resolve_job(config, 1)
     model = load_model_spec(config).load_part("build")(resolved.model)
-    num_parts = 4 if by_hand.startswith(("ddp", "fsdp")) else 1
+    name = by_hand.removesuffix(" by hand")
+    num_parts, num_slices = DEGREES_BY_HAND.get(name, (1, 1))
     size = BATCH_SIZE // num_parts
     run = model
-    if by_hand.startswith("ddp"):
+    if name in DEGREES_BY_HAND:
+        mesh = init_device_mesh("cpu", (num_parts, num_slices), mesh_dim_names=("dp", "tp"))
+        if num_slices > 1:
+            split_by_hand(model, mesh["tp"])
+        if "fsdp" in name:
+            shard_by_hand(model, mesh["dp"])
+    if name == "ddp4":
         run = torch.nn.parallel.DistributedDataParallel(model)
-    elif by_hand.startswith("fsdp"):
-        shard_by_hand(model, num_parts)
-    elif by_hand.startswith("tp"):
-        split_by_hand(model)
-    elif by_hand:
+    elif name == "pp4":
         pipeline = pipeline_by_hand(model, rank)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
@@ -124,17 +130,17 @@ def bare_loop(config: JobConfig, by_hand: str = "", rank: int = 0) -> Callable[[
 
     def step() -> None:
         nonlocal sample
-        first = sample + (rank * size if num_parts > 1 else 0)
+        first = sample + (rank // num_slices * size if num_parts > 1 else 0)
         batch = read_batch(dataset, range(first, first + size), spec.fields)
         sample += BATCH_SIZE
-        if by_hand.startswith("pp"):
+        if name == "pp4":
             pipeline(batch)
         else:
             logits = run(batch.tokens)
             loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()) / num_parts
             loss.backward()
             loss.item()
-        if by_hand.startswith("tp"):  # AdamW takes no Partial gradients of norms
+        if name == "tp4":  # AdamW takes no Partial gradients of norms
             for weight in model.parameters():
                 weight.grad = weight.grad.redistribute(placements=weight.placements)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -144,12 +150,10 @@ def bare_loop(config: JobConfig, by_hand: str = "", rank: int = 0) -> Callable[[
     return step
 
 
-def shard_by_hand(model: Any, num_ranks: int) -> None:
+def shard_by_hand(model: Any, mesh: Any) -> None:
     """FSDP2 on every block, as its documentation does; on gloo, gradients must be summed."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    mesh = init_device_mesh("cpu", (num_ranks,))
     *blocks, last = model.layers.values()
     for module in (next(model.children()), *blocks):
         fully_shard(module, mesh=mesh)
@@ -161,18 +165,20 @@ def shard_by_hand(model: Any, num_ranks: int) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def split_by_hand(model: Any) -> None:
-    """PyTorch's tensor and sequence parallel styles, as in its tutorial, on four ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
+def split_by_hand(model: Any, mesh: Any) -> None:
+    """PyTorch's tensor and sequence parallel styles, as in its tutorial."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as tp
 
-    table = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    rows = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    # FSDP2 takes no empty shard, which a table of one row would have.
+    columns = tp.ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    tables = {name: table.weight.size(0) for name, table in model.embeddings.named_children()}
     gather = tp.PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
     scatter = tp.RowwiseParallel(output_layouts=Shard(0))
     norm = tp.SequenceParallel(sequence_dim=0)
     plan = {
-        **{f"embeddings.{name}_emb": table for name in ("tok", "row", "col", "chan")},
+        **{f"embeddings.{x}": rows if n >= mesh.size() else columns for x, n in tables.items()},
         **{f"layers.*.{name}": norm for name in ("attention_norm", "ffn_norm")},
         **{f"layers.*.{name}": gather for name in ("attention", "feed_forward")},
         **{f"layers.*.attention.w{name}": tp.ColwiseParallel() for name in "qkv"},
@@ -181,7 +187,7 @@ def split_by_hand(model: Any) -> None:
         "norm": norm,
         "output": tp.ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
     }
-    tp.parallelize_module(model, init_device_mesh("cpu", (4,)), plan)
+    tp.parallelize_module(model, mesh, plan)
 
 
 def pipeline_by_hand(model: Any, rank: int) -> Callable[[Any], None]:
