@@ -74,9 +74,8 @@ BY_HAND = {
     "image": tuple(f"{plan} by hand" for plan in ("ddp4", "fsdp4", "tp2_fsdp2", "tp4", "pp4")),
     "llama": ("ddp4 by hand", "fsdp4 by hand"),
 }
-"""Plain loops on four ranks."""
 DEGREES_BY_HAND = {"ddp4": (4, 1), "fsdp4": (4, 1), "tp2_fsdp2": (2, 2), "tp4": (1, 4)}
-"""The degrees of data and tensor parallelism of each; a pipeline has neither."""
+"""Of data and tensor parallelism, in plain loops on four ranks; a pipeline has neither."""
 TARGETS = {"control": 1.0, "one rank": 1.03, "ddp4": 1.12, "fsdp4": 1.12, "tp2_fsdp2": 1.30,
            "tp4": 1.60, "pp4": 1.15, "cp4": 1.20, "ep4": 1.40}  # fmt: skip
 
