@@ -82,7 +82,7 @@ def test_an_outside_model_with_outside_data_and_loss_trains(command: Path, proje
     metadata = "from importlib.metadata import version; print('titanlite', version('titanlite'))"
     assert run(command, "--version", cwd=project) == run(python, "-c", metadata, cwd=project)
     assert list(command.parents[1].glob("lib/*/site-packages/titanlite/py.typed"))
-    fixtures = run(python, "-m", "pytest", "--fixtures", "vit", cwd=project)
+    fixtures = run(python, "-m", "pytest", "--fixtures", "vit.py", cwd=project)
     assert {"assert_equivalent", "verify_job"} <= set(fixtures.split())
     said = run(
         command,
