@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pages import write_example
 
+import titanlite
 from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.tools.verify.verify import Verifier
@@ -109,6 +110,10 @@ def job(folder: Path, changes: dict[str, object]) -> JobConfig:
 def test_every_plan_has_the_loss_and_gradients_of_one_process(clip, own_verifier, plan) -> None:
     found = own_verifier.verify(job(clip, {**PLANS, **MORE}[plan]), steps=2)
     assert found.agrees, found.findings
+
+
+def test_a_model_of_several_outputs_is_planned(clip) -> None:
+    assert titanlite.plan(job(clip, PLANS["TP 2"]), hardware="cpu").step_seconds > 0
 
 
 def test_a_batch_in_parts_is_refused_before_ranks_start(clip) -> None:

@@ -81,10 +81,9 @@ class Documents:
         # A sequence has at most one document in both parts, which is a rectangle.
         found = []
         for row in np.flatnonzero(first == last).tolist():
+            bounds = [first[row], first[row] + 1]
             queries, keys = (
-                slice(
-                    *(side.start + numbers[row].searchsorted([first[row], first[row] + 1])).tolist()
-                )
+                slice(*(side.start + numbers[row].searchsorted(bounds)).tolist())
                 for side, numbers in ((tile.queries, own), (tile.keys, theirs))
             )
             found.append(Tile(queries, keys, False, sequences=slice(row, row + 1)))

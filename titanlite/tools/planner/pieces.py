@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from titanlite.config import ResolvedJob, override, resolve_job
 from titanlite.errors import TitanliteError
@@ -129,7 +130,7 @@ def trace_pieces(
     of_kind = dict(zip(fewer.kept_kinds, fewer.kept, strict=True))
     weights = [weight for of_part in units.values() for unit in of_part.values() for weight in unit]
     state, moments = _optimizer_state(job)
-    block, output_bytes = seen.outputs[-1]
+    outputs = (n for b, n in seen.outputs.items() if trace.category_of[b] != "activations")
     blocks = tuple(part(of_kind[kind]) for kind in sorted(of_kind))
     before, after = part("before"), part("after")
     every_part = [before, *(blocks[kind] for kind in fewer.kinds), after]
@@ -149,7 +150,7 @@ def trace_pieces(
         num_expert_shards=job.dims.num_expert_shards,
         tied=_tied(job, units),
         boundary_bytes=boundary,
-        output_bytes=0 if trace.category_of[block] == "activations" else output_bytes,
+        output_bytes=sum(outputs),
         moments=moments,
         state_bytes=state,
         flops_per_token=_flops_per_token(small, every_part),
@@ -165,8 +166,8 @@ class _Seen:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         """The bytes of each block's output."""
-        self.outputs: list[tuple[int, int]] = []
-        """The model's outputs: the block of memory and the bytes."""
+        self.outputs: dict[int, int] = {}
+        """The model's last outputs: the block of memory and the bytes of each."""
         self.taken: dict[str, set[int]] = {}
         """The blocks of memory that each block of the model takes, and "after", by name."""
         self.casts = CastRecorder()
@@ -192,8 +193,9 @@ class _Seen:
             block.register_forward_hook(note_given)
 
         def note_output(_: nn.Module, __: Any, output: Any) -> None:
-            (block,) = recorder.blocks_of([local_part(output)])
-            self.outputs.append((block, _num_bytes(output)))
+            tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+            of = [(recorder.blocks_of([local_part(one)]), _num_bytes(one)) for one in tensors]
+            self.outputs = {block: num_bytes for blocks, num_bytes in of for block in blocks}
 
         job.parts[0].register_forward_hook(note_output)
         job.trainer.reduce_partial = self._reduce
