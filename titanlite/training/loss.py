@@ -158,14 +158,14 @@ class _CrossEntropyByRows(torch.autograd.Function):
         # A target that is no value belongs to the first or last rank, whose gather raises.
         is_own = is_target & ((targets // size).clamp(0, number - 1) == rank)
         index = (targets - rank * size).where(is_own, 0).unsqueeze(-1)
-        found = []
-        for (rows,) in _chunks(dtype, logits):
+        found = logits.new_empty((len(logits), 3), dtype=dtype)
+        for rows, out in chunks(dtype, logits, found):
             # Of masked logits, all are -inf.
             most = rows.amax(-1, keepdim=True).to(dtype).clamp_min(torch.finfo(dtype).min)
             sums = torch.sub(rows, most).exp_().sum(-1)
             means = rows.sum(-1, dtype=dtype) / vocab_size if label_smoothing else sums
-            found.append(torch.stack([most.squeeze(-1), sums, means]))
-        own, sums, means = torch.cat(found, 1)
+            out.copy_(torch.stack([most.squeeze(-1), sums, means], -1))
+        own, sums, means = found.T.contiguous()
         most = _reduced(own, "max", group)
         chosen = (logits.gather(-1, index).squeeze(-1).to(dtype) - most).where(is_own, 0.0)
         if label_smoothing:
@@ -184,7 +184,7 @@ class _CrossEntropyByRows(torch.autograd.Function):
         logits, index, own, share, logs = ctx.saved_tensors
         (label_smoothing, z_loss), found = ctx.keys, torch.empty_like(logits)
         columns = [one.unsqueeze(-1) for one in (own, gradient * share, logs)]
-        for rows, out, at, one, factor, log in _chunks(logs.dtype, logits, found, index, *columns):
+        for rows, out, at, one, factor, log in chunks(logs.dtype, logits, found, index, *columns):
             parts = torch.sub(rows, log).exp_()
             if z_loss:
                 parts.mul_(1 + 2 * z_loss * log)
@@ -206,13 +206,22 @@ def prefers_small_chunks(logits: Tensor) -> bool:
     return logits.is_cpu
 
 
-def _chunks(dtype: torch.dtype, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """Rows of logits [N, V] that take at most LARGEST_CHUNK bytes in `dtype`, and of others [N]."""
+def rows_at_once(dtype: torch.dtype, logits: Tensor) -> int:
+    """How many rows of logits [N, V] take at most LARGEST_CHUNK bytes in `dtype`."""
     most = LARGEST_CHUNK // (logits.size(1) * dtype.itemsize)
     if prefers_small_chunks(logits):
         most = min(most, max(most // 128, logits.size(0) // 64))
     # The compiler fuses what is done with all rows.
-    number = max(1, logits.size(0) if torch.compiler.is_compiling() else most)
+    return max(1, logits.size(0) if torch.compiler.is_compiling() else most)
+
+
+def chunks(dtype: torch.dtype, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """Some rows of logits [N, V] at a time, and the same ones of others [N, ...].
+
+    The same is done with each chunk, and the result is written into rows of the others: a plan
+    runs a few of them.
+    """
+    number = rows_at_once(dtype, logits)
     # No generator: in a backward pass torch 2.14 does not compile one.
     return list(zip(*(one.split(number) for one in (logits, *others)), strict=True))
 

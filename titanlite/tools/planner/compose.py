@@ -335,11 +335,15 @@ class _Composer:
         assert self._pipeline is not None
         schedule = self._pipeline.schedule
         before = index * schedule.num_microbatches
-        held = 0
+        held = sent = 0
+        # A stage that is alone on its rank holds its newest output, and the gradient that it sent.
+        alone = -1 if self._segments.is_runtime else place
+        last_stage, holds_saved = schedule.num_stages - 1, False
+        newest: int | None = None
         made: set[int] = set()
         # The stages whose weights are gathered.
         whole: set[int] = set()
-        known: dict[tuple[str, int, bool, bool], Segment] = {}
+        known: dict[tuple[str, int, bool, bool, bool], Segment] = {}
         for kind, stage, microbatch in self._table[place]:
             # FSDP2 has reduced the whole gradients of the batch before.
             has_gradients = stage in made or not (is_first or self._data.is_fsdp)
@@ -354,19 +358,28 @@ class _Composer:
                     whole.add(stage)
                 elif kind in (FORWARD, REDUCE_GRAD):
                     whole.discard(stage)
-            key = kind, stage, has_gradients, is_gathered
+            holds = False
+            if stage == alone == last_stage and kind == FORWARD:
+                holds, holds_saved, newest = holds_saved, False, microbatch
+            elif stage == alone == last_stage and kind == FULL_BACKWARD:
+                holds = holds_saved = microbatch == newest
+            key = kind, stage, has_gradients, is_gathered, holds
             segment = known.get(key)
             if segment is None:
-                variant = Variant(stage, is_first, is_last, has_gradients, is_gathered)
+                variant = Variant(stage, is_first, is_last, has_gradients, is_gathered, holds)
                 segment = known[key] = self._segments.of(kind, variant)
             number = -1 if microbatch is None else before + microbatch
             yield Done(kind, stage, number, segment)
             kept = self._segments.kept_output_bytes
-            if kept and not held and kind == FORWARD and stage == schedule.num_stages - 1:
+            if kept and not held and kind == FORWARD and stage == last_stage:
                 held = kept
                 yield Done(HOLD, -1, -1, self._segments.hold(kept))
+            if kind == SEND_B and stage == alone and not sent:
+                sent = self._pieces.boundary_bytes
+                yield Done(HOLD, -1, -1, self._segments.hold(sent))
         kinds = [kind for kind, _, _ in self._table[place] if self._segments.is_runtime]
         num_sent = kinds.count(SEND_F), kinds.count(SEND_B)
+        held += sent + holds_saved * self._pieces.saved_output_bytes
         if held or any(num_sent):
             yield Done(RELEASE, -1, -1, self._segments.hold(-held, num_sent))
 

@@ -73,6 +73,8 @@ class Builder:
         """How many events precede the earliest start of FSDP's next all-gather; -1: all."""
         self.copied_out = -1
         """How many events there were when the last gathered unit had been copied out."""
+        self.deferred = 0
+        """The bytes of a buffer that has been copied out, and is freed after the next one."""
         self._parts: list[tuple[int, int, str]] = []
         self._now: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
@@ -80,11 +82,16 @@ class Builder:
         self._total = self._most = self._number = 0
         self._main = self._most_main = 0
 
-    def add(self, segment: Segment, *, part: str = "", adds_to_gradients: bool = False) -> None:
-        """Append a segment; its communications get new numbers.
+    def reserve(self, segment: Segment) -> int:
+        """Numbers for the communications of a segment that is added in pieces: their `shift`."""
+        shift = self._number
+        self._number += max((getattr(event, "number", 0) for event in segment.events), default=0)
+        return shift
 
-        `part` is the name of its part of the model: all blocks of a kind share a segment. With
-        `adds_to_gradients`, the gradients exist already: those of the segment are temporary.
+    def add(self, segment: Segment, *, part: str = "", shift: int | None = None) -> None:
+        """Append a segment; its communications get new numbers, or their own and `shift`.
+
+        `part` is the name of its part of the model: all blocks of a kind share a segment.
         """
         if self._total + segment.peak_bytes > self._most:
             self._most = self._total + segment.peak_bytes
@@ -96,12 +103,11 @@ class Builder:
         for name, num_bytes in segment.net.items():
             if name not in ON_OTHER_STREAMS:
                 self._main += num_bytes
-            if not (adds_to_gradients and name == "gradients"):
-                self._now[name] += num_bytes
-                self._total += num_bytes
+            self._now[name] += num_bytes
+            self._total += num_bytes
         if not self._keeps_events:
             return
-        start, shift = len(self.events), self._number
+        start, shift = len(self.events), self._number if shift is None else shift
         for event in segment.events:
             if isinstance(event, Communication):
                 event = event.renumbered(event.number + shift)
@@ -241,10 +247,21 @@ class ModelPart:
     """The most temporary bytes after the last product of the backward pass."""
     frees_input: bool = False
     """Whether its forward pass frees its input; else the backward pass does."""
+    around_experts: tuple[Segment, ...] = ()
+    """If the experts are an FSDP unit: the backward pass cut where their weights are needed, where
+    their own backward pass begins, and where it ends."""
+    peak_again: Mapping[str, int] = field(default_factory=dict)
+    """The peak of the backward pass if the gradients exist already."""
 
     @property
     def weights(self) -> list[Weight]:
         return [weight for unit in self.units.values() for weight in unit]
+
+    @property
+    def backward_again(self) -> Segment:
+        """The backward pass if the gradients exist: each new one is added to them, and freed."""
+        net = {name: size for name, size in self.backward.net.items() if name != "gradients"}
+        return replace(self.backward, net=net, peak=self.peak_again)
 
 
 @dataclass(frozen=True)
@@ -290,8 +307,12 @@ class Pieces:
     """The weights that `before` and `after` share."""
     boundary_bytes: int
     """Bytes of the activation between two blocks."""
+    keeps_embeddings: bool
+    """Whether the model holds the first block's input until its last block has run."""
     output_bytes: int
     """Bytes of the model's output, if the backward pass does not need it."""
+    saved_output_bytes: int
+    """Bytes of the model's output, if the backward pass needs it, and so frees it."""
     moments: int
     """Tensors of a parameter's size in its optimizer state; one less if Muon updates it."""
     state_bytes: int

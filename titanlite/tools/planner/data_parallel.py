@@ -199,9 +199,18 @@ class Replication:
         return list(amaxes_in_advance(found, over, self.dims.tp))
 
     def finish_gather(
-        self, builder: Builder, weights: Sequence[Weight], numbers: Sequence[int], place: Site
+        self,
+        builder: Builder,
+        weights: Sequence[Weight],
+        numbers: Sequence[int],
+        place: Site,
+        *,
+        defers: bool = False,
     ) -> None:
-        """Wait for the all-gather, and copy its output into the parameters."""
+        """Wait for the all-gather, and copy its output into the parameters.
+
+        FSDP2 frees the buffer then, or in a forward pass (`defers`) once the next one is copied.
+        """
         num_bytes, issued = self._gathered_bytes(weights), len(builder.events)
         if numbers:
             for number in numbers:
@@ -210,7 +219,9 @@ class Replication:
             builder.operator(COPY_OUT, num_bytes, self._dtype, place)
             builder.ready = max(builder.copied_out, issued if builder.ready < 0 else 0)
             builder.copied_out = len(builder.events)
-            builder.allocate(BUFFERS, -num_bytes)
+            freed = builder.deferred if defers else num_bytes
+            builder.deferred += num_bytes - freed
+            builder.allocate(BUFFERS, -freed)
         elif self.is_offloaded:
             for weight in weights:
                 # Copied on the main stream, and into the parameter that computes.
@@ -234,6 +245,10 @@ class Replication:
         size = sum(self._copied_numel(w) * w.itemsize + self._cast_bytes(w) for w in plain)
         if any(w.itemsize != self._itemsize(w, self._dtype) for w in plain):
             builder.operator(CAST, size // 2, self._dtype, place, is_beside=is_beside)
+
+    def free_deferred(self, builder: Builder) -> None:
+        builder.allocate(BUFFERS, -builder.deferred)
+        builder.deferred = 0
 
     def free(self, builder: Builder, weights: Sequence[Weight]) -> None:
         builder.allocate(GATHERED, -self._gathered_bytes(weights))

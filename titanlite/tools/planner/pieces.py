@@ -110,9 +110,18 @@ def trace_pieces(
     late: dict[tuple[str, str], int] = {}
     sizes_of = dict(trace.sizes)
     runs = dict(_cut(events, fewer.kept, is_float8=is_float8))
-    taken = _free_inputs(runs, seen.taken, trace.category_of)
+    taken, keeps_embeddings = _free_inputs(runs, seen.taken, trace.category_of)
+    experts = _experts_apart(job, fewer.kept)
+    around: dict[str, list[Segment]] = {}
+    again: dict[str, Mapping[str, int]] = {}
     for key, run in runs.items():
         late[key] = _late_bytes(run, trace.category_of, sizes_of)
+        if key[1] == BACKWARD and key[0] in experts:
+            cuts, sizes = _cut_around(run, experts[key[0]]), dict(sizes_of)
+            around[key[0]] = [segment_of(one, trace.category_of, sizes) for one in cuts]
+        if key[1] == BACKWARD:
+            adding = _adding(run, trace.category_of)
+            again[key[0]] = segment_of(adding, trace.category_of, dict(sizes_of)).peak
         segments[key] = segment_of(run, trace.category_of, sizes_of)
     units = _units(job, fewer.kept, seen.partial, reduced, fewer.matrices)
     buffers = _buffers(job, fewer.kept)
@@ -122,15 +131,19 @@ def trace_pieces(
         forward, backward = segments[name, FORWARD], segments[name, BACKWARD]
         # A part frees its input. What else it keeps ends with it, wherever the model has it from.
         kept = boundary * ((name == "before") - (name == "after"))
-        net = {**backward.net, "activations": kept - forward.net.get("activations", 0)}
+        left = kept - forward.net.get("activations", 0)
+        net = {**backward.net, "activations": left}
+        *cuts, last = around.get(name, [backward])
+        left -= sum(one.net.get("activations", 0) for one in cuts)
+        cuts = [*cuts, replace(last, net={**last.net, "activations": left})] if cuts else []
         of = units.get(name, {}), buffers[name], late[name, BACKWARD], bool(taken.get(name))
-        return ModelPart(forward, replace(backward, net=net), *of)
+        return ModelPart(forward, replace(backward, net=net), *of, tuple(cuts), again[name])
 
     # The last of each kind is the most typical: the first block of all has other neighbours.
     of_kind = dict(zip(fewer.kept_kinds, fewer.kept, strict=True))
     weights = [weight for of_part in units.values() for unit in of_part.values() for weight in unit]
     state, moments = _optimizer_state(job)
-    outputs = (n for b, n in seen.outputs.items() if trace.category_of[b] != "activations")
+    saved = sum(n for b, n in seen.outputs.items() if trace.category_of[b] == "activations")
     blocks = tuple(part(of_kind[kind]) for kind in sorted(of_kind))
     before, after = part("before"), part("after")
     every_part = [before, *(blocks[kind] for kind in fewer.kinds), after]
@@ -150,7 +163,9 @@ def trace_pieces(
         num_expert_shards=job.dims.num_expert_shards,
         tied=_tied(job, units),
         boundary_bytes=boundary,
-        output_bytes=sum(outputs),
+        keeps_embeddings=keeps_embeddings,
+        output_bytes=sum(seen.outputs.values()) - saved,
+        saved_output_bytes=saved,
         moments=moments,
         state_bytes=state,
         flops_per_token=_flops_per_token(small, every_part),
@@ -339,12 +354,12 @@ def _cut(
                 if name is not None:
                     here = keys.index((name, FORWARD if at <= turn else BACKWARD))
                     at = max(at, here)
-        if at > before and keys[at][1] == FORWARD:
+        if at > before and keys[at][0]:
             # What a part allocates up to its first operator is that part's, and freed there.
             last, own, former = runs[keys[before]], [], keys[before][0]
             while last and isinstance(one := last[-1], Allocation):
                 is_outside = former in blocks and not _is_in(one.place.module or former, (former,))
-                if one.place != where and not is_outside:
+                if one.place != where and not (is_outside and keys[at][1] == FORWARD):
                     break
                 own.append(last.pop())
             runs[keys[at]].extend(reversed(own))
@@ -355,25 +370,76 @@ def _cut(
         yield key, [over_tokens(event) for event in run] if key[1] and is_float8 else run
 
 
+def _adding(events: Iterable[Event], category_of: Mapping[int, str]) -> Iterator[Event]:
+    """A backward pass that adds to gradients: a new one is freed after the operator it is of."""
+    new: list[int] = []
+    for event in events:
+        yield event
+        if isinstance(event, Allocation):
+            if event.num_bytes and category_of[event.block] == "gradients":
+                new.append(event.block)
+        elif isinstance(event, Operator):
+            yield from (Allocation(block, 0, event.place) for block in new)
+            new.clear()
+
+
+def _experts_apart(job: Job, blocks: Sequence[str]) -> dict[str, str]:
+    """Block -> its experts, if they are an FSDP unit of their own."""
+    if job.meshes.experts is None:
+        return {}
+    layers = map(canonical_name, expert_layers([job.parts[0]]))
+    return {_part_of(layer, blocks, job.plan): f"{layer}.experts" for layer in layers}
+
+
+def _cut_around(events: Sequence[Event], experts: str) -> Iterator[list[Event]]:
+    """Cut a backward pass for ModelPart.around_experts."""
+    found = [
+        (index, event.place)
+        for index, event in enumerate(events)
+        if isinstance(event, Operator | Communication) and _is_in(event.place.module, (experts,))
+    ]
+    own = [(index, place) for index, place in found if place.phase == BACKWARD]
+    if not own:
+        yield from ([*events], [], [], [])
+        return
+
+    def begin(index: int, place: Site) -> int:
+        """Where the memory of the event at `index` is allocated."""
+        while index and isinstance(one := events[index - 1], Allocation) and one.place == place:
+            index -= 1
+        return index
+
+    end, place = own[-1]
+    while end + 1 < len(events) and getattr(events[end + 1], "place", place) == place:
+        end += 1
+    first = 0
+    for cut in (begin(*found[0]), begin(*own[0]), end + 1, len(events)):
+        yield [*events[first:cut]]
+        first = cut
+
+
 def _free_inputs(
     runs: Mapping[tuple[str, str], list[Event]],
     taken: Mapping[str, set[int]],
     category_of: dict[int, str],
-) -> dict[str, set[int]]:
+) -> tuple[dict[str, set[int]], bool]:
     """Let each part free what it has `taken` at the end of its forward pass, if that is temporary.
 
     When that happens is up to the model around the blocks; what its first block takes, many a model
     keeps until its end. Any block can follow any other, so it has one category: activations.
-    Returns what the parts free there.
+    Returns what the parts free there, and whether the model keeps what the first block takes.
     """
     freed = {n: {b for b in of if category_of.get(b) == "temporary"} for n, of in taken.items()}
     every = set[int]().union(*freed.values())
     category_of.update(dict.fromkeys(every, "activations"))
+    first, of_first = next(iter(freed.items()), ("", set()))
+    own = runs.get((first, FORWARD), [])
+    keeps = bool(of_first) and not any(_is_free_of(event, of_first) for event in own)
     for (name, phase), run in runs.items():
         if phase == FORWARD:
             run[:] = [event for event in run if not _is_free_of(event, every)]
             run += [Allocation(block, 0, Site(name, FORWARD)) for block in freed.get(name, ())]
-    return freed
+    return freed, keeps
 
 
 def _is_free_of(event: Event, blocks: set[int]) -> bool:

@@ -16,7 +16,7 @@ from titanlite.tools.planner.events import Communication, Event, Operator
 def scaled(one: Pieces, two: Pieces, factor: int) -> Pieces | None:
     """The pieces for `factor` times the sequences of `one`; `two` has twice as many.
 
-    None if the two differ in more than size. What a step reads at its start is that of `two`.
+    None if the two differ in more than size. The events of a step's start are those of `two`.
     """
     try:
         return replace(
@@ -24,9 +24,11 @@ def scaled(one: Pieces, two: Pieces, factor: int) -> Pieces | None:
             before=_part(one.before, two.before, factor),
             blocks=tuple(_part(*pair, factor) for pair in zip(one.blocks, two.blocks, strict=True)),
             after=_part(one.after, two.after, factor),
+            start=replace(two.start, net=_bytes(one.start.net, two.start.net, factor)),
             end=_segment(one.end, two.end, factor),
             boundary_bytes=_at(one.boundary_bytes, two.boundary_bytes, factor),
             output_bytes=_at(one.output_bytes, two.output_bytes, factor),
+            saved_output_bytes=_at(one.saved_output_bytes, two.saved_output_bytes, factor),
         )
     except ValueError:
         return None
@@ -38,6 +40,11 @@ def _part(one: ModelPart, two: ModelPart, factor: int) -> ModelPart:
         forward=_segment(one.forward, two.forward, factor),
         backward=_segment(one.backward, two.backward, factor),
         late_bytes=_at(one.late_bytes, two.late_bytes, factor),
+        peak_again=_bytes(one.peak_again, two.peak_again, factor),
+        around_experts=tuple(
+            _segment(*pair, factor)
+            for pair in zip(one.around_experts, two.around_experts, strict=True)
+        ),
     )
 
 

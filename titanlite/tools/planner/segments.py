@@ -7,14 +7,14 @@ the same pieces share can be kept from one job to the next. No torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from titanlite.config import ResolvedJob
 from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.schedule import actions
-from titanlite.tools.planner.composition import Builder, ModelPart, Pieces, Segment, Weight
+from titanlite.tools.planner.composition import NOTHING, Builder, ModelPart, Pieces, Segment, Weight
 from titanlite.tools.planner.data_parallel import BUFFERS, ENDS, PendingReduction, Replication
 from titanlite.tools.planner.events import Communication, Event, Operator, Site
 from titanlite.tools.planner.muon import MuonUpdate
@@ -54,6 +54,8 @@ class Variant(NamedTuple):
 
     `is_first` and `is_last`: of the batches that a step accumulates. `has_gradients`: an earlier
     microbatch has left gradients. `is_gathered`: the weights of the stage are whole before it.
+    `holds_output`: the stage holds the output that this backward pass needs beyond it, or, in a
+    forward pass, that of the microbatch before, until it has the next one.
     """
 
     stage: int
@@ -61,6 +63,7 @@ class Variant(NamedTuple):
     is_last: bool
     has_gradients: bool = False
     is_gathered: bool = True
+    holds_output: bool = False
 
 
 class Segments:
@@ -76,11 +79,13 @@ class Segments:
         self._pieces, self._dims, self._pipeline = pieces, resolved.dims, resolved.pipeline
         self.data = Replication(resolved, pieces)
         self._muon = MuonUpdate(resolved, self.data)
+        of = resolved.pipeline
+        size = resolved.config.training.local_batch_size if of is None else of.microbatch_size
+        self._num_microbatches = resolved.global_batch_size // (resolved.dims.dp * size)
         self.stages: dict[int, Stage] = {}
         axes = self.data.token_axes if FLOAT8.is_on(resolved.config) else ()
         self._token_axes: tuple[tuple[str, int], ...] = axes
         self._shared, self._is_quick = shared.segments, is_quick
-        of = resolved.pipeline
         # PyTorch's runtime of schedules with several stages a rank. It waits for sends at the end.
         self.is_runtime = of is not None and (
             of.is_from_file or of.schedule.num_stages > of.schedule.num_ranks
@@ -100,6 +105,11 @@ class Segments:
                 self._known[key] = self._message(kind, variant.stage)
             return self._known[key]
         stage = variant.stage
+        if stage == 0 and kind == actions.BACKWARD_INPUT:
+            return NOTHING
+        if stage == 0 and kind == actions.BACKWARD_WEIGHT:
+            # The first stage sends no gradient; PyTorch runs its whole backward pass then.
+            kind = actions.FULL_BACKWARD
         parts = self._stage_keys.get(stage)
         if parts is None:
             # Stages of the same parts are alike.
@@ -131,10 +141,10 @@ class Segments:
         data = self.data
         if not data.is_fsdp:
             buckets = data.buckets(parts) if variant.is_last else {}
-            for name, part in parts:
-                builder.add(part.forward, part=name)
+            for index in range(len(parts)):
+                self._add_forward(builder, parts, index)
             for name, part in reversed(parts):
-                builder.add(part.backward, part=name, adds_to_gradients=not variant.is_first)
+                builder.add(part.backward if variant.is_first else part.backward_again, part=name)
                 for num_bytes in buckets.get(name, ()):
                     data.all_reduce_bucket(builder, num_bytes, Site(name, BACKWARD_PHASE))
             return self._ended(builder, parts)
@@ -145,17 +155,19 @@ class Segments:
         reduce = functools.partial(
             data.reduce, builder, is_first=variant.is_first, is_last=variant.is_last
         )
-        for index, (name, part) in reversed(list(enumerate(parts))):
-            place = Site(name, BACKWARD_PHASE)
-            self._gather_for_backward(builder, parts, index, here, started)
-            builder.add(part.backward, part=name)
-            for unit, weights in data.reduced_units(name, part):
-                if name == "after" and data.is_shared(unit):
-                    here.add(unit)
-                    continue
-                data.free(builder, weights)
-                pending = reduce(weights, place, pending)
+
+        def end(name: str, unit: str, weights: tuple[Weight, ...]) -> None:
+            nonlocal pending
+            if name == "after" and data.is_shared(unit):
+                here.add(unit)
+                return
+            data.free(builder, weights)
+            pending = reduce(weights, Site(name, BACKWARD_PHASE), pending)
+
+        for index in reversed(range(len(parts))):
+            self._gathered_backward(builder, parts, index, here, started, end)
         data.end_reduce(builder, pending)
+        data.free_deferred(builder)
         return self._ended(builder, parts)
 
     def _ended(self, builder: Builder, parts: Stage) -> Segment:
@@ -165,60 +177,105 @@ class Segments:
             builder.allocate(category, -sum(net.get(category, 0) for net in nets))
         return builder.segment()
 
+    def _add_forward(self, builder: Builder, parts: Stage, index: int) -> None:
+        """The forward pass of a part."""
+        name, part = parts[index]
+        builder.add(part.forward, part=name)
+        if self._pieces.keeps_embeddings and parts[0][0] == "before":
+            blocks = [at for at, (other, _) in enumerate(parts) if other not in ENDS]
+            # The first block has freed its input.
+            kept = (index == blocks[0]) - (index == blocks[-1]) if blocks else 0
+            builder.allocate("temporary", kept * self._pieces.boundary_bytes)
+
     def _gathered_forward(self, builder: Builder, parts: Stage, here: set[str]) -> None:
         """A forward pass that gathers the units which are not `here`, and updates `here`."""
         data = self.data
         last_block = next((name for name, _ in reversed(parts) if name not in ENDS), "")
         has_head = parts[-1][0] == "after"
-        for name, part in parts:
+        for index, (name, part) in enumerate(parts):
             place = Site(name, FORWARD_PHASE)
             for unit, weights in data.units(name, part):
                 if unit not in here:
                     numbers = data.start_gather(builder, weights, place)
-                    data.finish_gather(builder, weights, numbers, place)
+                    data.finish_gather(builder, weights, numbers, place, defers=True)
                     here.add(unit)
-            builder.add(part.forward, part=name)
+            self._add_forward(builder, parts, index)
             if data.frees(is_needed_first=name in ("after", last_block)):
                 for unit, weights in data.units(name, part):
                     if not (name == "before" and has_head and data.is_shared(unit)):
                         data.free(builder, weights)
                         here.discard(unit)
+        data.free_deferred(builder)
 
-    def _gather_for_backward(
+    def _gathered_backward(
         self,
         builder: Builder,
         parts: Stage,
         index: int,
         here: set[str],
         started: dict[str, tuple[int, ...]],
+        end: Callable[[str, str, tuple[Weight, ...]], None] = lambda *_: None,
     ) -> None:
-        """Gather the units of a part that are not `here`, before its backward pass.
+        """The backward pass of a part, with gathers of the units that are not `here`.
 
-        Those of the part before it are gathered meanwhile: `started` has their numbers.
+        FSDP2 starts the gather of a unit as the backward pass of the one after it begins: `started`
+        has the numbers. Experts are a unit inside their block. `end` is called with each unit whose
+        gradients are complete.
         """
         name, part = parts[index]
         place, data = Site(name, BACKWARD_PHASE), self.data
-        for unit, weights in data.units(name, part):
-            if unit not in here:
-                numbers = started.get(unit) or data.start_gather(builder, weights, place)
-                data.finish_gather(builder, weights, numbers, place)
-        if index:
-            for unit, weights in data.units(*parts[index - 1]):
+        units = list(data.units(name, part))
+
+        def start(units: Iterable[tuple[str, tuple[Weight, ...]]]) -> None:
+            for unit, weights in units:
                 if unit not in here:
                     started[unit] = data.start_gather(builder, weights, place)
+
+        def finish(units: Iterable[tuple[str, tuple[Weight, ...]]], defers: bool = False) -> None:
+            for unit, weights in units:
+                if unit not in here:
+                    numbers = started.get(unit) or data.start_gather(builder, weights, place)
+                    data.finish_gather(builder, weights, numbers, place, defers=defers)
+
+        before: list[tuple[str, tuple[Weight, ...]]] = []
+        if index:
+            of_former, former = parts[index - 1]
+            before = list(data.units(of_former, former))[: 1 if former.around_experts else None]
+        if not part.around_experts:
+            finish(units)
+            start(before)
+            builder.add(part.backward, part=name)
+            for unit in data.reduced_units(name, part):
+                end(name, *unit)
+            return
+        outer, experts = units[:1], units[1:]
+        finish(outer)
+        start(experts)
+        shift = builder.reserve(part.backward)
+        until, recomputed, own, rest = part.around_experts
+        builder.add(until, part=name, shift=shift)
+        finish(experts, defers=bool(recomputed.events))
+        builder.add(recomputed, part=name, shift=shift)
+        start(before)
+        builder.add(own, part=name, shift=shift)
+        for unit in experts:
+            end(name, *unit)
+        builder.add(rest, part=name, shift=shift)
+        end(name, *outer[0])
 
     def _action(self, kind: str, variant: Variant) -> Segment:
         parts, data = self.stages[variant.stage], self.data
         builder = Builder(self._token_axes)
         has_gradients = variant.has_gradients
+        held = self._pieces.saved_output_bytes if variant.holds_output else 0
         here: set[str] = set()
         if variant.is_gathered:
             here.update(unit for name, part in parts for unit, _ in data.units(name, part))
         if kind == actions.FORWARD and data.regathers:
             self._gathered_forward(builder, parts, here)
         elif kind == actions.FORWARD:
-            for _, part in parts:
-                builder.add(part.forward)
+            for index in range(len(parts)):
+                self._add_forward(builder, parts, index)
         elif kind == actions.FULL_BACKWARD:
             if parts[-1][0] != "after" and not data.splits_backward:
                 # What a part frees of the one after it, which is in another stage.
@@ -227,9 +284,13 @@ class Segments:
                     builder.allocate(category, max(0, freed))
             started: dict[str, tuple[int, ...]] = {}
             for index, (name, part) in reversed(list(enumerate(parts))):
-                self._gather_for_backward(builder, parts, index, here, started)
-                builder.add(part.backward, adds_to_gradients=has_gradients and not data.is_fsdp)
+                if data.is_fsdp:
+                    self._gathered_backward(builder, parts, index, here, started)
+                else:
+                    builder.add(part.backward_again if has_gradients else part.backward)
                 data.keep_gradients(builder, part, Site(name, BACKWARD_PHASE), has_gradients)
+                if name == "after":
+                    builder.allocate("temporary", held)
         elif kind in (actions.BACKWARD_INPUT, actions.BACKWARD_WEIGHT):
             for name, part in reversed(parts):
                 builder.add(self._half_of(name, part, kind, has_gradients or data.is_fsdp))
@@ -250,6 +311,7 @@ class Segments:
             if self.is_runtime and parts[-1][0] == "after" and kind != actions.BACKWARD_INPUT:
                 sign = 1 if kind == actions.FORWARD else -1
                 builder.allocate("temporary", sign * self._pieces.output_bytes)
+            builder.allocate("temporary", -held if kind == actions.FORWARD else held)
         if boundaries := self._boundaries(kind, variant.stage):
             builder.allocate("activations", boundaries * self._pieces.boundary_bytes)
         return builder.segment()
@@ -403,10 +465,15 @@ class Segments:
         return self._shared[key]
 
     def start(self) -> Segment:
-        """What a step does first."""
-        if ("start",) not in self._shared:
-            self._shared["start",] = self.in_world(self._pieces.start)
-        return self._shared["start",]
+        """What a step does first; then it has the samples of all its microbatches."""
+        key = "start", self._num_microbatches
+        if key not in self._shared:
+            builder = Builder()
+            builder.add(self.in_world(self._pieces.start))
+            samples = self._pieces.start.net.get("activations", 0)
+            builder.allocate("activations", (self._num_microbatches - 1) * samples)
+            self._shared[key] = builder.segment()
+        return self._shared[key]
 
     def in_world(self, segment: Segment) -> Segment:
         """The segment with sums over the ranks of this job, and of all its experts."""

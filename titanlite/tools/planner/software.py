@@ -37,7 +37,12 @@ def on_software(pieces: Pieces, software: Software, resolved: ResolvedJob) -> Pi
         return replace(segment, events=tuple(events))
 
     blocks = (
-        replace(part, forward=changed(part.forward), backward=changed(part.backward))
+        replace(
+            part,
+            forward=changed(part.forward),
+            backward=changed(part.backward),
+            around_experts=tuple(map(changed, part.around_experts)),
+        )
         for part in pieces.blocks
     )
     return replace(pieces, blocks=tuple(blocks))

@@ -8,11 +8,11 @@ import pytest
 
 from titanlite.config import JobConfig, ResolvedJob, parse_args, resolve_job
 from titanlite.config.load import override
-from titanlite.tools.planner import pieces
+from titanlite.tools.planner import fake_world, pieces
 from titanlite.tools.planner.cache import folder, known_pieces, load_applied, load_pieces
 from titanlite.tools.planner.compose import Composition, compose
 from titanlite.tools.planner.composition import TraceError
-from titanlite.tools.planner.events import Trace
+from titanlite.tools.planner.events import Operator, Trace
 from titanlite.tools.planner.pieces import trace_pieces
 from titanlite.tools.planner.planning import PIECES, plan_job, plannable
 from titanlite.tools.planner.segments import P2P, Shared
@@ -127,7 +127,7 @@ def test_composed_experts_of_transformers_equal_traced_ones(
 
 
 # Their blocks need no input for the backward pass: when it is freed is up to the code around them.
-@pytest.mark.parametrize(("pp", "mode"), [(1, "none"), (1, "selective"), (2, "none")])
+@pytest.mark.parametrize(("pp", "mode"), [(1, "selective"), (2, "none"), (2, "full")])
 def test_composed_bfloat16_steps_of_transformers_equal_traced_ones(
     tmp_path: Path, pp: int, mode: str
 ) -> None:
@@ -211,6 +211,20 @@ def check_categories(one: Composition) -> None:
         most = max(most, now.total() + segment.peak_bytes)
         now.update(segment.net)
     assert one.peak().num_bytes == most
+
+
+def test_a_trace_runs_three_chunks_of_a_loss_and_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = "--model.name=llama3", "--model.flavor=8B", "--model.n_layers=1"
+    keys = *model, "--training.dataset=synthetic", "--training.seq_len=1000", "--training.z_loss=1"
+    resolved = resolve_job(parse_args([f"--job.config_file={CONFIGS / 'tp2_fsdp2.toml'}", *keys]))
+    found = []
+    for _ in range(2):
+        trace = trace_rank(resolved, 0)
+        found.append(([e for e in trace.events if isinstance(e, Operator)], trace.peak()))
+        monkeypatch.setattr(fake_world, "few_chunks", lambda chunks, *rows: chunks(*rows))
+    few, every = found
+    assert few == every
+    assert len({*map(id, few[0])}) < len({*map(id, every[0])}) / 2
 
 
 def test_segments_live_as_long_as_their_times() -> None:
