@@ -91,12 +91,12 @@ def take_account(
     account = Account(rank)
     frames = _frames(thread, error)
     saves = _is_saving(frames)
-    account.site = call_site(_places(reversed(frames))) or UNKNOWN
+    account.site = call_site(places_of(reversed(frames))) or UNKNOWN
     if saves and error is None and (behind := _frames_of_save(thread)):
         # The main thread waits for the thread that saves, so report where that thread is.
         frames = behind
-        account.site = call_site(_places(reversed(frames))) or account.site
-    account.stack = [show_place(*place) for place in _places(frames)]
+        account.site = call_site(places_of(reversed(frames))) or account.site
+    account.stack = [show_place(*place) for place in places_of(frames)]
     if error is not None:
         account.error = f"{type(error).__name__}: {error}".splitlines()[0]
     if not dist.is_initialized():
@@ -124,8 +124,8 @@ def stack_of(thread: int) -> tuple[list[str], str]:
     while frames and is_plumbing(_file(frames[-1][0])):
         frames.pop()  # a debugger's own, or those of a wait
     frames = _without_start(frames)
-    stack = [show_place(*place) for place in _places(frames)]
-    return stack, call_site(_places(reversed(frames))) or UNKNOWN
+    stack = [show_place(*place) for place in places_of(frames)]
+    return stack, call_site(places_of(reversed(frames))) or UNKNOWN
 
 
 def group_ranks(axes: dict[str, str]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -292,7 +292,7 @@ def find_message(
     """
     if not frames or not _waits(_file(frames[-1][0]), frames[-1][1]):
         return None
-    site = call_site(_places(reversed(frames))) or UNKNOWN
+    site = call_site(places_of(reversed(frames))) or UNKNOWN
     operation = "message"
     for frame, line in reversed(frames):
         name = frame.f_code.co_name
@@ -375,11 +375,7 @@ def _frames(thread: int, error: BaseException | None) -> list[tuple[FrameType, i
 
 def _raw_frames(thread: int) -> list[tuple[FrameType, int]]:
     frame = sys._current_frames().get(thread)
-    frames = []
-    while frame is not None:
-        frames.append((frame, frame.f_lineno))
-        frame = frame.f_back
-    return frames[::-1]
+    return list(traceback.walk_stack(frame))[::-1] if frame is not None else []
 
 
 def _without_start(frames: list[Located]) -> list[Located]:
@@ -453,7 +449,8 @@ def _axis_of(group: Any, groups: dict[str, tuple[str, tuple[int, ...]]]) -> str:
     return groups.get(getattr(own, "group_name", ""), ("", ()))[0]
 
 
-def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int, str]]:
+def places_of(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int, str]]:
+    """File, line and function of each frame."""
     for frame, line in frames:
         yield _file(frame), line, frame.f_code.co_name
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlite.errors import TitanliteError
-from titanlite.ranks.hang_state import UNKNOWN, is_plumbing, show_place
+from titanlite.ranks.hang_state import UNKNOWN, call_site, places_of
 from titanlite.ranks.report import Call, Message
 from titanlite.ranks.turns import Happening, Turns
 
@@ -519,13 +520,7 @@ def unseen() -> Iterator[None]:
 
 def user_site() -> str:
     """The line that called a collective: the innermost frame that is not torch's or this one's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not is_plumbing(file):
-            return show_place(file, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
-    return UNKNOWN
+    return call_site(places_of(traceback.walk_stack(sys._getframe(1)))) or UNKNOWN
 
 
 def _mark(tensors: Sequence[Tensor]) -> Any:
