@@ -116,31 +116,11 @@ class Reporter:
                 written = self._folder / config.job.save_config_file
                 written.parent.mkdir(parents=True, exist_ok=True)
                 written.write_text(format_config(config), encoding="utf-8")
-        profiling = config.profiling
-        self._after_profiled_step = self._exits.enter_context(
-            profile_steps(
-                profiling.enable_profiling,
-                self._folder / profiling.save_traces_folder,
-                world.rank,
-                profiling.profile_freq,
-                profiling.profiler_active,
-                profiling.profiler_warmup,
-                first_step=self._first_step,
-                device_type=world.device.type,
-            )
-        )
-        self._after_recorded_step = self._exits.enter_context(
-            snapshot_memory(
-                profiling.enable_memory_snapshot,
-                self._folder / profiling.save_memory_snapshot_folder,
-                world.rank,
-                world.device,
-                profiling.profile_freq,
-                first_step=self._first_step,
-                on_note=self._progress.print,
-            )
-        )
-        self._exits.enter_context(self._progress)
+        enter = self._exits.enter_context
+        of_run = config.profiling, self._folder, world.rank, world.device, self._first_step
+        self._after_profiled_step = enter(profile_steps(*of_run))
+        self._after_recorded_step = enter(snapshot_memory(*of_run, on_note=self._progress.print))
+        enter(self._progress)
         self._compiling = self._report_compiling()
         self._draw_pipeline = self._record_pipeline()
 
