@@ -751,7 +751,7 @@ MUTANTS = [
         (
             "the tokens' gradient is that of a rank's shard",
             r"layers.\d.mlp|tp",
-            "_moved(whole, tp_mesh, Replicate(), Shard(0)) for",
+            "moved(whole, tp_mesh, Replicate(), Shard(0)) for",
             "whole.chunk(tp_mesh.size())[tp_mesh.get_local_rank()] for",
         )
     ),
