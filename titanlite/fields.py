@@ -110,6 +110,11 @@ def key(
     return Field(default, description=text, json_schema_extra=extra, **limits)
 
 
+def extra_key(default: Any, text: str, **limits: Any) -> Any:
+    """A key that TorchTitan does not have."""
+    return key(default, text, torchtitan=OWN, **limits)
+
+
 class Section(BaseModel):
     """One table of the job file: immutable, no other keys, no conversion of types."""
 

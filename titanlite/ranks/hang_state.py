@@ -63,6 +63,7 @@ STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 SITE_PACKAGES = os.sep + "site-packages" + os.sep
 OURS = str(Path(__file__).parents[2]) + os.sep
 MODULE_CALL = os.path.join("torch", "nn", "modules", "module.py")
+STARTS = ("ranks/launch.py", "ranks/world.py", "ranks/watch.py", "ranks/threads.py")
 SAVING = (
     os.path.join(TORCH, "distributed", "checkpoint") + os.sep,
     os.path.join(OURS, "titanlite", "checkpoint") + os.sep,
@@ -381,20 +382,9 @@ def _raw_frames(thread: int) -> list[tuple[FrameType, int]]:
 def _without_start(frames: list[Located]) -> list[Located]:
     """`frames` without those that started the rank and those of nn.Module.__call__."""
     files = [first if isinstance(first, str) else _file(first) for first, *_ in frames]
-    starts = [
-        index
-        for index, file in enumerate(files)
-        if file.endswith(
-            ("ranks/launch.py", "ranks/world.py", "ranks/watch.py", "ranks/threads.py")
-        )
-    ]
-    first = starts[-1] + 1 if starts else 0
-    kept = [
-        frame
-        for frame, file in zip(frames[first:], files[first:], strict=True)
-        if not file.endswith(MODULE_CALL)
-    ]
-    return kept or frames
+    starts = [index for index, file in enumerate(files) if file.endswith(STARTS)]
+    started = list(zip(frames, files, strict=True))[starts[-1] + 1 if starts else 0 :]
+    return [frame for frame, file in started if not file.endswith(MODULE_CALL)] or frames
 
 
 def _is_saving(frames: Sequence[tuple[FrameType, int]]) -> bool:

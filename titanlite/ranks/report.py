@@ -8,7 +8,7 @@ first number at which ranks diverged.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from titanlite.errors import number_ranks
@@ -77,18 +77,14 @@ class Account:
     finished: str = ""
     """How this rank left the run; "" if it has not."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Account":
+    def of_dict(cls, values: dict[str, Any]) -> "Account":
+        """The account of which `values` are the asdict, if need be after a way as JSON."""
         message = values.pop("message")
         if message is not None:
             message = Message(**{**message, "peers": tuple(message["peers"])})
         calls = [Call(**call) for call in values.pop("calls")]
-        groups = {
-            name: (axis, tuple(ranks)) for name, (axis, ranks) in values.pop("groups").items()
-        }
+        groups = {name: (axis, tuple(own)) for name, (axis, own) in values.pop("groups").items()}
         return cls(**values, message=message, calls=calls, groups=groups)
 
     def pending(self) -> list[Call]:
