@@ -306,7 +306,9 @@ PROMISES = [
         "a checkpoint after the first step",
         "docs/checkpoint.md",
         "| `interval`, `enable_first_step_checkpoint` | when to save |",
-        Break("Checkpoints._is_due", "step == 1 and section.enable_first_step_checkpoint", "False"),
+        Break(
+            "Checkpoints.after_step", "step == 1 and section.enable_first_step_checkpoint", "False"
+        ),
         (
             "unit/test_run.py::test_the_first_checkpoint_is_that_of_the_first_step",
             "parity/test_checkpoint_resume.py",

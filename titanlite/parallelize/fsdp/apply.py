@@ -101,13 +101,8 @@ def apply_fsdp(
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
-    for name, layer in expert_layers([model]).items():
-        if expert_mesh is None and layer.experts.exchange is not None:
-            raise TitanliteError(
-                f"apply_fsdp: the experts of {name} are spread over the ranks of ep, so their "
-                "gradients are reduced over other ranks than those of other weights; give "
-                "expert_mesh=meshes.expert_dp, of build_meshes"
-            )
+    if expert_mesh is None:
+        _refuse_spread_experts(model)
     scalars = _keep_scalars(model, dp_mesh)
     left = {id(p) for p in model.parameters() if p not in scalars}
 
@@ -194,6 +189,16 @@ def _keep_scalars(model: nn.Module, dp_mesh: DeviceMesh) -> set[nn.Parameter]:
                 for dim, axis in enumerate(names):
                     sum_gradient(module, leaf, axis, dp_mesh.get_group(dim))
     return scalars
+
+
+def _refuse_spread_experts(model: nn.Module) -> None:
+    for name, layer in expert_layers([model]).items():
+        if layer.experts.exchange is not None:
+            raise TitanliteError(
+                f"apply_fsdp: the experts of {name} are spread over the ranks of ep, so their "
+                "gradients are reduced over other ranks than those of other weights; give "
+                "expert_mesh=meshes.expert_dp, of build_meshes"
+            )
 
 
 def _place_expert(parameter: nn.Parameter, num_ranks: int) -> Shard:
