@@ -33,10 +33,7 @@ if TYPE_CHECKING:
     # It imports Dynamo, which takes seconds, so it is imported only if something is compiled.
     from titanlite.observe.compiling import CompileReport
 
-FIRST_SCREEN = "first_screen.txt"
-
-
-CURVE, LOADS = "loss.png", "expert_loads.png"
+FIRST_SCREEN, CURVE, LOADS = "first_screen.txt", "loss.png", "expert_loads.png"
 
 
 class Artist(Protocol):
@@ -157,9 +154,8 @@ class Reporter:
         job, resolved = self._job, self._job.resolved
         samples_per_second = resolved.num_sequences(step, step) / result.seconds
         tokens_per_second = samples_per_second * resolved.seq_len
-        flops_per_second = None
-        if job.flops_per_token is not None:
-            flops_per_second = tokens_per_second * job.flops_per_token
+        flops = job.flops_per_token
+        flops_per_second = None if flops is None else tokens_per_second * flops
         is_first, is_last = step == self._first_step, step == job.config.training.steps
         if is_first or is_last or step % job.config.metrics.log_freq == 0:
             self._read_most()

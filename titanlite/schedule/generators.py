@@ -35,8 +35,7 @@ def make_schedule(
     """
     name = schedule_name(name)
     kind = SCHEDULES[name]
-    if num_chunks is None:
-        num_chunks = kind.min_chunks
+    num_chunks = kind.min_chunks if num_chunks is None else num_chunks
     _check_counts(name, kind, num_ranks, num_microbatches, num_chunks)
     # Millions of actions are made, and no cycles: the collector would only visit them all.
     with without_garbage_collection():
