@@ -59,12 +59,13 @@ class Registry(dict[str, S]):
         return self.registered_by.get(name) == {self.home}
 
     def _registering_modules(self) -> list[str]:
-        inner = {(name, False) for name in (__name__, REGISTER)}
         calls = (
             (frame.f_globals.get("__name__", ""), frame.f_code.co_name == "<module>")
             for frame, _ in traceback.walk_stack(sys._getframe(1))
         )
-        outer = list(itertools.dropwhile(inner.__contains__, calls))
+        # Not the functions that register.
+        inner = {(name, False) for name in (__name__, REGISTER)}
+        outer = list(itertools.dropwhile(lambda call: call in inner, calls))
         registrar = outer[0][0]
         if registrar == self.home:
             return [registrar]  # what imports the built-in ones registers nothing

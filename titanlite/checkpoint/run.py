@@ -213,7 +213,7 @@ class Checkpoints:
         return {name: piece for name, piece in pieces.items() if name not in left_out}
 
     def _begin(self, step: int) -> str:
-        """Compare the copies of what is to be saved after the save before; a line, or ""."""
+        """Wait for the last save, and compare the copies of tensors; a line of warning, or ""."""
         self.wait()
         warning = check_copies(self._job, f"before step-{step} is saved")
         return f"warning: {warning}\n" if warning else ""

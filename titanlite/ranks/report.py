@@ -79,7 +79,7 @@ class Account:
 
     @classmethod
     def of_dict(cls, values: dict[str, Any]) -> "Account":
-        """The account of which `values` are the asdict, if need be after a way as JSON."""
+        """The account of these `values`, which asdict made, and which may have been JSON since."""
         message = values.pop("message")
         if message is not None:
             message = Message(**{**message, "peers": tuple(message["peers"])})

@@ -374,7 +374,8 @@ def _require(
     kinds = kind if isinstance(kind, tuple) else (kind,)
     base = next((k for k in kinds if isinstance(module, k)), None)
     kind_name = type(module).__name__
-    who = f"{f'{name}, ' if name else ''}{'an' if kind_name[0] in 'AEIOU' else 'a'} {kind_name}"
+    who = f"{'an' if kind_name[0] in 'AEIOU' else 'a'} {kind_name}"
+    who = f"{name}, {who}" if name else who
     if base is None:
         names = " or ".join(k.__name__ for k in kinds)
         raise TitanliteError(f"{type(style).__name__} is for {names}, and this is {who}")
