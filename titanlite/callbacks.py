@@ -83,20 +83,6 @@ class Callbacks:
     on_end: Callback | None = None
     on_start: Callback | None = None
 
-    def call(self, name: str, event: Event) -> None:
-        """Call `name`, if it is given; raises RankError with the traceback of its error."""
-        callback: Callback | None = getattr(self, name)
-        if callback is None:
-            return
-        try:
-            callback(event)
-        except Exception as error:
-            raise RankError(
-                event.job.world.rank,
-                f"{name} raised {type(error).__name__} at step {event.step}: {error}",
-                "".join(traceback.format_exception(error)),
-            ) from error
-
 
 class Recording:
     """Calls the callbacks of a run, in the order of its events, and collects its result."""
@@ -143,5 +129,16 @@ class Recording:
         return self.result
 
     def _happened(self, name: str, **changes: object) -> None:
-        self._event = replace(self._event, **changes)  # type: ignore[arg-type]
-        self._callbacks.call(name, self._event)
+        """Call `name`, if it is given; raises RankError with the traceback of its error."""
+        event = self._event = replace(self._event, **changes)  # type: ignore[arg-type]
+        callback: Callback | None = getattr(self._callbacks, name)
+        if callback is None:
+            return
+        try:
+            callback(event)
+        except Exception as error:
+            raise RankError(
+                event.job.world.rank,
+                f"{name} raised {type(error).__name__} at step {event.step}: {error}",
+                "".join(traceback.format_exception(error)),
+            ) from error

@@ -76,10 +76,8 @@ def user_line(error: BaseException) -> str:
     """
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         package, _, rest = frame.f_globals.get("__name__", "").partition(".")
-        is_model = rest.startswith("models.") and rest.count(".") > 1
-        if package not in ("titanlite", "torch", "importlib") or (
-            package == "titanlite" and is_model
-        ):
+        is_model = package == "titanlite" and rest.startswith("models.") and rest.count(".") > 1
+        if package not in ("titanlite", "torch", "importlib") or is_model:
             path = frame.f_code.co_filename
             text = linecache.getline(path, number).strip()
             place = f"{path.rpartition('/')[2]}, line {number}"

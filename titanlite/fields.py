@@ -53,12 +53,6 @@ def _in_order(value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]
     return tuple(one for one, size in zip(value, before, strict=False) if one[1] != size)
 
 
-def _block_interval_or_op(value: str) -> str:
-    if value != "op" and not (value.isascii() and value.isdecimal() and int(value) > 0):
-        raise ValueError
-    return value
-
-
 NOT_YET = NotYetMark()
 NotYet = Annotated[T, NOT_YET]
 INERT = InertMark()
@@ -90,7 +84,7 @@ BatchSizes = Annotated[
 ]
 BlockIntervalOrOp = Annotated[
     str,
-    AfterValidator(_block_interval_or_op),
+    Field(pattern="^(op|0*[1-9][0-9]*)$"),
     Wanted('"op", or a positive integer as a string such as "2"', brief='"op" | "1" | "2" | ...'),
 ]
 
@@ -114,6 +108,11 @@ def key(
     """
     extra = {"torchtitan": torchtitan, "lacking": lacking, "instead": instead}
     return Field(default, description=text, json_schema_extra=extra, **limits)
+
+
+def extra_key(default: Any, text: str, **limits: Any) -> Any:
+    """A key that TorchTitan does not have."""
+    return key(default, text, torchtitan=OWN, **limits)
 
 
 class Section(BaseModel):

@@ -41,15 +41,11 @@ from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.parallelize.parallelize import split_and_parallelize, step_of
 from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.steps import STEPS
-from titanlite.parallelize.tensor_account import (
-    TensorAccount,
-    account_of,
-    require_whole,
-    summed_row,
-)
+from titanlite.parallelize.tensor_account import TensorAccount
 from titanlite.parallelize.tensor_parallel.apply import shards_sequence
 from titanlite.plain_job import Builders, PlainJob, as_config_error, build_plain_job
 from titanlite.plan_row import PlanRow
+from titanlite.ranks.peers import Peers
 from titanlite.ranks.settings import start_settings
 from titanlite.ranks.turns import is_rank
 from titanlite.ranks.world import World
@@ -259,15 +255,13 @@ class Job:
         section, dataset = self.config.validation, self.validation_dataset
         assert dataset is not None
         # As in TorchTitan, but counted in global batches, so that every plan uses the same samples.
-        num_samples = None
-        if section.steps != -1:
-            num_samples = section.steps * self.resolved.global_batch_size
+        num_samples = section.steps * self.resolved.global_batch_size
         batches = iterate_once(
             dataset,
             local_batch_size=section.local_batch_size,
             dp_degree=self.dims.dp,
             dp_rank=self.dims.data_rank(self.world.rank),
-            num_samples=num_samples,
+            num_samples=None if section.steps == -1 else num_samples,
             fields=self.data.fields,
         )
         for batch in batches:
@@ -292,28 +286,20 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
     slow = warn_of_slow_rings(resolved, world.device, plain.model, plain.plan)
     by_name = draws_by_name(plain.model)
     with as_config_error():
-        made = split_and_parallelize(
-            plain.model,
-            config,
-            dims,
-            meshes,
-            resolved.pipeline,
-            plain.example,
-            plain.plan,
-            builders.ddp,
-            builders.hardware,
-        )
+        of_plain = plain.model, plain.plan, plain.example
+        made = split_and_parallelize(resolved, meshes, *of_plain, builders.ddp, builders.hardware)
     made.applied += _separate_draws(resolved, world, made.parts, plain.draws, plain.plan)
     keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
     stages = (0,) if made.pipeline is None else made.pipeline.numbers
     parts = dict(zip(stages, made.parts, strict=True))
-    tensors = account_of(parts, dims, plain.plan, plain.tied)
+    tensors = tensor_account.account_of(parts, dims, plain.plan, plain.tied)
     if builders.materialize is not None:
         builders.materialize(made.parts)
     else:
-        tensors = _whole_account(tensors, meshes)
-        require_whole(tensors, plain.tensors)
-        made.applied += summed_row(tensors)
+        if meshes.pp is not None:
+            tensors = tensor_account.merged(Peers(meshes.pp.get_group()).gathered(tensors))
+        tensor_account.require_whole(tensors, plain.tensors)
+        made.applied += tensor_account.summed_row(tensors)
         made.applied += _initialize(resolved, world, made.parts, plain, by_name=by_name)
     made.applied += plain.rows
     trainer = build_trainer(resolved, world, meshes, made, plain)
@@ -378,15 +364,6 @@ def _open_meshes(resolved: ResolvedJob, world: World, plain: PlainJob) -> Meshes
     return meshes
 
 
-def _whole_account(own: dict[str, TensorAccount], meshes: Meshes) -> dict[str, TensorAccount]:
-    """The accounts of all pipeline stages, from those of this rank's; a collective over pp."""
-    everyone: list[Any] = [own]
-    if meshes.pp is not None:
-        everyone = [None] * meshes.pp.size()
-        dist.all_gather_object(everyone, own, group=meshes.pp.get_group())
-    return tensor_account.merged(everyone)
-
-
 def _initialize(
     resolved: ResolvedJob, world: World, parts: list[nn.Module], plain: PlainJob, *, by_name: bool
 ) -> list[PlanRow]:
@@ -394,13 +371,8 @@ def _initialize(
     config = resolved.config
     seed = config.debug.seed
     device = torch.device("cpu") if config.training.enable_cpu_offload else world.device
-    if by_name:
-        for part in parts:
-            initialize(part, seed, device, plain.tied)
-            move_buffers(part, world.device)
-        return []
     spec = load_model_spec(config)
-    if plain.model_bytes > LARGEST_WHOLE:
+    if not by_name and plain.model_bytes > LARGEST_WHOLE:
         size, limit = (n / 2**30 for n in (plain.model_bytes, LARGEST_WHOLE))
         raise ConfigError(
             f"model.name: {spec.name} has {size:.0f} GiB of parameters, too many to build it whole "
@@ -408,12 +380,13 @@ def _initialize(
             "init_parameter(name, parameter, generator), and init_buffers() if it has buffers"
         )
     dtype = DTYPES[config.training.dtype]
-    with whole_values(lambda: initial_model(spec, resolved.model, dtype, seed), world) as values:
+    whole = whole_values(lambda: initial_model(spec, resolved.model, dtype, seed), world)
+    with contextlib.nullcontext() if by_name else whole as values:
         for part in parts:
             initialize(part, seed, device, plain.tied, values)
             move_buffers(part, world.device)
     way = "the whole model is built on the CPU of each machine, then sharded"
-    return [PlanRow("initial values", "whole", "whole", way)]
+    return [] if by_name else [PlanRow("initial values", "whole", "whole", way)]
 
 
 def _separate_draws(

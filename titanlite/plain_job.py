@@ -306,10 +306,9 @@ def _describe_groups(config: JobConfig, rules: Mapping[str, Rule]) -> list[PlanR
     parts += [f"learning rate x {factor:g}: {count} {of_all}" for factor, count in counts.items()]
     if matrices := [rule.matrices for rule in rules.values() if rule.matrices]:
         parts.append(f"Muon: {len(matrices)} {of_all}, AdamW: the others")
-    number = len(set(rules.values()))
-    return (
-        [PlanRow("parameter groups", f"{number}", f"{number}", "; ".join(parts))] if parts else []
-    )
+    number = str(len(set(rules.values())))
+    row = PlanRow("parameter groups", number, number, "; ".join(parts))
+    return [row] if parts else []
 
 
 def _describe_frozen(model: nn.Module) -> list[PlanRow]:

@@ -4,10 +4,11 @@ register.py has the functions that enter what is a user's own, and imports what 
 """
 
 import importlib
+import itertools
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Literal, TypeVar
 
 
@@ -58,22 +59,17 @@ class Registry(dict[str, S]):
         return self.registered_by.get(name) == {self.home}
 
     def _registering_modules(self) -> list[str]:
-        frame: FrameType | None = sys._getframe(1)
-        while (
-            frame is not None
-            and frame.f_globals.get("__name__") in (__name__, REGISTER)
-            and frame.f_code.co_name != "<module>"
-        ):
-            frame = frame.f_back
-        assert frame is not None
-        names = [frame.f_globals.get("__name__", "")]
-        if names == [self.home]:
-            return names  # what imports the built-in ones registers nothing
-        while frame is not None:
-            if frame.f_code.co_name == "<module>":
-                names.append(frame.f_globals.get("__name__", ""))
-            frame = frame.f_back
-        return names
+        calls = (
+            (frame.f_globals.get("__name__", ""), frame.f_code.co_name == "<module>")
+            for frame, _ in traceback.walk_stack(sys._getframe(1))
+        )
+        # Not the functions that register.
+        inner = {(name, False) for name in (__name__, REGISTER)}
+        outer = list(itertools.dropwhile(lambda call: call in inner, calls))
+        registrar = outer[0][0]
+        if registrar == self.home:
+            return [registrar]  # what imports the built-in ones registers nothing
+        return [registrar, *(name for name, is_import in outer if is_import)]
 
 
 @dataclass(frozen=True)

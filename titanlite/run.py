@@ -7,7 +7,7 @@ started by torchrun, is used as it is.
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from titanlite.observe.terminal import tell, telling
 from titanlite.ranks.fork_server import prepare_environment
 from titanlite.ranks.launch import Place, torchrun_place
 from titanlite.ranks.signals import StopRequest, ending_with_the_output
+from titanlite.schedule.generators import without_garbage_collection
 from titanlite.start import Tools, check_start, reporting_errors, run_job
 
 EXAMPLE = "python train.py --job.config_file=configs/tp2_fsdp2.toml"
@@ -92,7 +93,8 @@ def train_on_rank(
     ):
         job = build_job(resolved, world)
         with (
-            _collecting_by_hand(),
+            # Ranks collect it at the same steps, so that none waits for another's collection.
+            without_garbage_collection(),
             Checkpoints(job) as checkpoints,
             Reporter(
                 job,
@@ -136,15 +138,3 @@ def train_on_rank(
                     return recording.end(is_stopped=True)
             reporter.finish(lambda: stop.is_asked)
             return recording.end()
-
-
-@contextlib.contextmanager
-def _collecting_by_hand() -> Iterator[None]:
-    """Ranks collect garbage at the same steps, so that none waits for another's collection."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

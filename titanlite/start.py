@@ -117,7 +117,10 @@ def check_start(
     least = 0
     with collecting(reading.problems):
         if holds_weights and draft.model is not None:
-            least = _check_memory(config, draft.model, draft.dims)
+            least = least_bytes(config, draft.model, draft.dims)
+            allowed_gb = config.job.max_local_memory_gb
+            what = "parameters, gradients and optimizer state"
+            check_local_memory(least, what, allowed_gb=allowed_gb)
     reading.require()
     job = finish(draft)
     if needs_memory and planner is not None:
@@ -222,17 +225,6 @@ def least_bytes(config: JobConfig, model: Any, dims: ParallelDims) -> int:
     return num_parameters * ITEMSIZE[config.training.dtype] * tensors * dims.num_replicas
 
 
-def _check_memory(config: JobConfig, model: Any, dims: ParallelDims) -> int:
-    """The bytes that the ranks hold at least; raises ConfigError if this machine has less."""
-    least = least_bytes(config, model, dims)
-    check_local_memory(
-        least,
-        "parameters, gradients and optimizer state",
-        allowed_gb=config.job.max_local_memory_gb,
-    )
-    return least
-
-
 def _check_planned_memory(job: ResolvedJob, least: int, planner: Planner) -> None:
     """Raises ConfigError if the peaks of a planned job exceed this machine's memory.
 
@@ -240,9 +232,8 @@ def _check_planned_memory(job: ResolvedJob, least: int, planner: Planner) -> Non
     """
     allowed = job.config.job.max_local_memory_gb
     if least > LARGE_SHARE * room_bytes(allowed):
-        check_local_memory(
-            planner.planned_bytes(job), "by its plan, the ranks", allowed_gb=allowed, key="training"
-        )
+        planned, what = planner.planned_bytes(job), "by its plan, the ranks"
+        check_local_memory(planned, what, allowed_gb=allowed, key="training")
 
 
 def _choose_device(

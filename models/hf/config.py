@@ -80,31 +80,21 @@ class HFConfig:
     def problems(self, dims: ParallelDims, seq_len: int) -> list[tuple[str, str]]:
         """What is wrong with the folder, the class or the sizes, as (key, message)."""
         if importlib.util.find_spec("transformers") is None:
-            return [
-                ("model.name", '"hf" needs transformers; install titanlite[hf], or another model')
-            ]
+            message = '"hf" needs transformers; install titanlite[hf], or another model'
+            return [("model.name", message)]
         if (self.path is None) == (self.config_class is None):
             return [("model.path", "give either path, a folder with config.json, or config_class")]
         try:
             given = self.given
         except OSError as error:
-            return [
-                (
-                    "model.path",
-                    f'"{self.path}" has no config.json that can be read ({error}); give '
-                    "a folder that from_pretrained reads",
-                )
-            ]
+            wrong = f'"{self.path}" has no config.json that can be read ({error})'
+            return [("model.path", f"{wrong}; give a folder that from_pretrained reads")]
         except ValueError as error:
             return [("model.path", f'"{self.path}/config.json" is not JSON ({error}); repair it')]
         table = given.get(TP_TABLE, {})
         if not isinstance(table, dict) or not all(isinstance(e, str) for e in table.values()):
-            return [
-                (
-                    "model.values",
-                    f"{TP_TABLE} is not a table of module names and styles; correct it",
-                )
-            ]
+            message = f"{TP_TABLE} is not a table of module names and styles; correct it"
+            return [("model.values", message)]
         if self._is_known(given):
             return self._size_problems(given, dims)
         # Other families are judged by the model itself, which needs torch.
@@ -136,10 +126,8 @@ class HFConfig:
         yield from share_problems(dims.tp, {"n_head": given.get("n_head", 12), "n_inner": inner})
         names = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
         if dropped := ", ".join(name for name in names if given.get(name, 0.1)):
-            yield (
-                "model.values",
-                f"GPT-2 drops out differently under each plan; set {dropped} to 0",
-            )
+            message = f"GPT-2 drops out differently under each plan; set {dropped} to 0"
+            yield "model.values", message
 
     def _size_problems(self, given: dict[str, Any], dims: ParallelDims) -> list[tuple[str, str]]:
         if self._is_gpt2(given):
@@ -150,9 +138,8 @@ class HFConfig:
         known = {name: number for name, number in numbers.items() if isinstance(number, int)}
         found = share_problems(dims.tp, known)
         if dropout := given.get("attention_dropout"):
-            found.append(
-                ("model.values", f"attention_dropout {dropout} differs between plans; set it to 0")
-            )
+            message = f"attention_dropout {dropout} differs between plans; set it to 0"
+            found.append(("model.values", message))
         return found
 
 

@@ -32,8 +32,6 @@ PIPELINE_TYPES = (
 """The types whose forward is that of `stage_forward`; others scale or mask between blocks."""
 
 Problem = tuple[str, str]
-
-
 REPLICATED = ("replicated", "replicate")
 
 
@@ -201,13 +199,10 @@ def _missing(
         lacks = "attention that can be replaced" if takes_positions else "position_ids"
         yield "model.config_class", f"{name} has no {lacks}; give another model"
     if structure.is_derived:
+        known = f"of {name} only the blocks are known, {structure.blocks}"
         for axis, axis_degree in {"tensor": tp, "pipeline": pp, "context": cp}.items():
             if axis_degree > 1:
-                yield (
-                    degree.format(axis),
-                    f"of {name} only the blocks are known, {structure.blocks}, which is enough "
-                    "for FSDP and DDP; give 1",
-                )
+                yield degree.format(axis), f"{known}, which is enough for FSDP and DDP; give 1"
         tp = pp = cp = 1
     wrong = _wrong_entry(config, model, structure)
     if wrong is not None:
@@ -222,17 +217,12 @@ def _missing(
             f"model of one of the types {known}",
         )
     if cp > 1 and structure.attention is None:
-        yield (
-            degree.format("context"),
-            f"{name} does not have one attention in each block; give 1",
-        )
+        wanted = f"{name} does not have one attention in each block; give 1"
+        yield degree.format("context"), wanted
     drops = (n for n, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p)
     if config.model_type != "gpt2" and (dropped := next(drops, "")):
-        yield (
-            "model.values",
-            f"{name} drops out, in {dropped}, and differently under each plan; set its dropout "
-            "to 0",
-        )
+        drops_out = f"{name} drops out, in {dropped}, and differently under each plan"
+        yield "model.values", f"{drops_out}; set its dropout to 0"
     if getattr(config, "attention_dropout", 0):
         yield ("model.values", "attention_dropout differs between plans; set it to 0")
     kinds = getattr(config, "layer_types", None) or ()

@@ -121,11 +121,8 @@ class Llama3Config:
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward of block `layer`, counted from 0, is a mixture of experts."""
         place = layer - self.moe_n_dense_layers
-        return (
-            self.moe_num_experts > 0
-            and place >= 0
-            and (place + 1) % (self.moe_interleave_layer_step) == 0
-        )
+        is_due = place >= 0 and (place + 1) % self.moe_interleave_layer_step == 0
+        return is_due and self.moe_num_experts > 0
 
     @property
     def num_expert_layers(self) -> int:

@@ -149,10 +149,8 @@ def tensor(name: str, shape: Sequence[int], sizes: Llama3Config) -> HFTensor:
 
 def config(sizes: Llama3Config) -> dict[str, Any]:
     """config.json, in the form that transformers 4 and 5 read, of a model that `unfit` accepts."""
-    factor, original = (
-        sizes.rope_scaling_factor,
-        sizes.rope_scaling_original_max_position_embeddings,
-    )
+    factor = sizes.rope_scaling_factor
+    original = sizes.rope_scaling_original_max_position_embeddings
     scaling = {
         "rope_type": "llama3",
         "factor": factor,

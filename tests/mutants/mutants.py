@@ -166,7 +166,7 @@ def of_loss(name: str) -> Sections:
 
 
 GATHER, WEIGHTS = "_GatherSamples.apply(tensor, dim, group)", 'weights_BT=batch["weights"]'
-TOTAL = "return self._total(tree_unflatten(values, spec), whole)"
+TOTAL = "return self._total(everyone, whole)"
 SQUARED = "    return errors.where(targets != IGNORE_INDEX, 0.0).sum()\n"
 SUM_OF_WEIGHTS = (
     '    return batch["weights"].where(batch.targets != IGNORE_INDEX, 0.0).double().sum()\n'
@@ -274,9 +274,8 @@ MUTANTS = [
         (
             "a row-wise output is not reduced",
             r"layers\.0\.(attention\.wo|attention|feed_forward)",
-            "            total = DTensor.from_local(partial, device_mesh, [Partial()], run_check=False)",
-            "            total = DTensor.from_local(partial, device_mesh, [Replicate()],"
-            " run_check=False)",
+            "moved(partial, device_mesh, Partial(), Shard(self.scatter_dim))",
+            "moved(partial, device_mesh, Replicate(), Shard(self.scatter_dim))",
         )
     ),
     *mutants("SP", TP, STYLES)(
@@ -751,7 +750,7 @@ MUTANTS = [
         (
             "the tokens' gradient is that of a rank's shard",
             r"layers.\d.mlp|tp",
-            "_moved(whole, tp_mesh, Replicate(), Shard(0)) for",
+            "moved(whole, tp_mesh, Replicate(), Shard(0)) for",
             "whole.chunk(tp_mesh.size())[tp_mesh.get_local_rank()] for",
         )
     ),
@@ -921,8 +920,8 @@ MUTANTS = [
             r"attention.wo.lora_a is the first module.*a Partial that has not been reduced",
             "                partial = _product(module, x, weight)\n",
             "                both, partial = _product(module, x, weight), F.linear(x, weight)\n",
-            "placements=[Shard(self.scatter_dim)]).to_local()\n            return output if",
-            "placements=[Shard(self.scatter_dim)]).to_local()\n"
+            "Partial(), Shard(self.scatter_dim))\n            return output if",
+            "Partial(), Shard(self.scatter_dim))\n"
             "                parts = (both - partial).chunk(device_mesh.size(), self.scatter_dim)\n"
             "                output = output + parts[device_mesh.get_local_rank()]\n"
             "            return output if",
@@ -930,8 +929,8 @@ MUTANTS = [
         (
             "the base is trained once it is cut",
             r"is frozen on one process, but has a gradient under the plan",
-            "nn.Parameter(distributed, parameter.requires_grad)",
-            "nn.Parameter(distributed)",
+            "nn.Parameter(cut, own.requires_grad)",
+            "nn.Parameter(cut)",
         ),
     ),
     *mutants("LoRA", also(DDP, **LORA_TINY), LORA)(

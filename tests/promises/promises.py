@@ -180,7 +180,7 @@ PROMISES = [
         "all ranks collect garbage together",
         "docs/configuration.md",
         "steps between Python garbage collections",
-        Break("_collecting_by_hand", "gc.disable()", "pass"),
+        Break("without_garbage_collection", "gc.disable()", "pass"),
         (
             "unit/test_run.py::test_garbage_is_collected_at_the_same_steps_on_every_rank",
             "unit/training/test_training.py",
@@ -306,7 +306,9 @@ PROMISES = [
         "a checkpoint after the first step",
         "docs/checkpoint.md",
         "| `interval`, `enable_first_step_checkpoint` | when to save |",
-        Break("Checkpoints._is_due", "step == 1 and section.enable_first_step_checkpoint", "False"),
+        Break(
+            "Checkpoints.after_step", "step == 1 and section.enable_first_step_checkpoint", "False"
+        ),
         (
             "unit/test_run.py::test_the_first_checkpoint_is_that_of_the_first_step",
             "parity/test_checkpoint_resume.py",

@@ -20,8 +20,8 @@ TOOLS = ROOT / "titanlite/tools"
 # fine-tuning (adapters, conversations, peft's folders, a folder compared with transformers),
 # averages of weights, scores of attention that transformers' models have, what a plan advises, and
 # the uses of a weight in compare, experts of transformers, and rings and windows of attention
-# without masks. The core's was 34,000: it has the first three of these and the last two.
-CORE, LIBRARY, TESTS = 34_440, 81_330, 47_080
+# without masks. The core, which has the first three of these and the last two, stays below 34,000.
+CORE, LIBRARY, TESTS = 33_950, 80_850, 47_080
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
 GUIDES, PAGES = 25_720, 73_290
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.

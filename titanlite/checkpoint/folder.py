@@ -95,15 +95,13 @@ class CheckpointFolder:
         path.write_text(manifest.to_json(), encoding="utf-8")
         flush(path)
         flush(unfinished)
+        replaced = final.with_name(f"{final.name}.replaced-{token}")
         if final.exists():
-            replaced = final.with_name(f"{final.name}.replaced-{token}")
             final.rename(replaced)
-            unfinished.rename(final)
-            flush(self.path)
+        unfinished.rename(final)
+        flush(self.path)
+        if replaced.exists():
             remove(replaced)
-        else:
-            unfinished.rename(final)
-            flush(self.path)
 
     def in_the_way(self) -> Path | None:
         """A path that has a checkpoint's name but is not a folder; None if there is none."""
@@ -119,9 +117,8 @@ class CheckpointFolder:
         weights. Broken checkpoints do not count, and are not removed.
         """
         good = [one for one in self.newest_first() if one.manifest]
-        last = next(
-            (one for one in good if one.manifest and one.manifest.holds == "training"), None
-        )
+        training = (one for one in good if one.manifest and one.manifest.holds == "training")
+        last = next(training, None)
         surplus = [one.path for one in good[count:] if one is not last] if count else []
         for path in surplus:
             # Renamed first, so that no partly removed checkpoint is ever found.

@@ -99,11 +99,10 @@ class Manifest(_Record):
 
     `holds` is "training" (the full training state) or "weights". `stored_as` is the file format:
     torch.distributed.checkpoint, one .safetensors file, a Hugging Face folder, or peft's folder of
-    adapters alone. `serial`
-    increases with each checkpoint of a folder, so the newest has the largest, whatever its step.
-    `shapes` has the unsharded shape of each parameter of the whole model, by canonical name.
-    `state` is None if only weights are held. Raises pydantic's ValidationError for an invalid
-    value.
+    adapters alone. `serial` increases with each checkpoint of a folder, so the newest has the
+    largest, whatever its step. `shapes` has the unsharded shape of each parameter of the whole
+    model, by canonical name. `state` is None if only weights are held. Raises pydantic's
+    ValidationError for an invalid value.
     """
 
     step: Count

@@ -67,24 +67,12 @@ class _Plain:
         self.state = state
 
 
-_NAMES = {
-    **{
-        ("torch.distributed.checkpoint.metadata", name): name
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): "_StorageInfo",
-    ("torch", "Size"): "Size",
-    ("torch.serialization", "_get_layout"): "layout",
-}
+_OF_DCP = (
+    *(Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata, BytesStorageMetadata),
+    *(ChunkStorageMetadata, TensorProperties, _MEM_FORMAT_ENCODING, _StorageInfo),
+)
+_NAMES = {(kind.__module__, kind.__name__): kind.__name__ for kind in _OF_DCP}
+_NAMES |= {("torch", "Size"): "Size", ("torch.serialization", "_get_layout"): "layout"}
 
 
 class _Unpickler(pickle.Unpickler):

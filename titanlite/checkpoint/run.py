@@ -11,7 +11,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -97,12 +96,7 @@ class Checkpoints:
             self.notes += started.notes
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._exits:
             if error is None:
                 self.wait()
@@ -133,10 +127,14 @@ class Checkpoints:
         must pass the same arguments.
         """
         self._has_gone_on = True
-        line = ""
-        if self._is_due(step, is_last=is_last, stops=stops):
-            # This waits for the background save before it.
-            line = self._save_now(step, is_last=is_last, stops=stops)
+        section, line = self._section, ""
+        is_first = step == 1 and section.enable_first_step_checkpoint
+        is_due = stops or is_last or is_first or step % section.interval == 0
+        # A save waits for the background save before it.
+        if self._saves and is_last and section.last_save_model_only:
+            line = self.save_weights(step)
+        elif self._saves and is_due:
+            line = self.save(step, in_background=not (is_last or stops))
         elif self._saving is not None and self._all_are_done(self._saving):
             self.wait()
         ended, self._ended = self._ended, ""
@@ -147,21 +145,9 @@ class Checkpoints:
         saved, self._saved = self._saved, []
         return saved
 
-    def _is_due(self, step: int, *, is_last: bool, stops: bool) -> bool:
-        section = self._section
-        is_first = step == 1 and section.enable_first_step_checkpoint
-        return self._saves and (is_last or stops or is_first or step % section.interval == 0)
-
-    def _save_now(self, step: int, *, is_last: bool, stops: bool) -> str:
-        if is_last and self._section.last_save_model_only:
-            return self.save_weights(step)
-        return self.save(step, in_background=not (is_last or stops))
-
     def save(self, step: int, *, in_background: bool = False) -> str:
         """Save the training state after `step`; in the background only in an asynchronous mode."""
-        self.wait()
-        warning = self._check(step)
-        start = time.perf_counter()
+        warning, start = self._begin(step), time.perf_counter()
         job = self._job
         pieces = {**self._weights(), **state.optimizer_pieces(job)}
         folder = self._folder.unfinished(step, self._token)
@@ -199,9 +185,7 @@ class Checkpoints:
 
     def save_weights(self, step: int) -> str:
         """Save only the weights, or their averages, in checkpoint.export_dtype."""
-        self.wait()
-        warning = self._check(step)
-        start = time.perf_counter()
+        warning, start = self._begin(step), time.perf_counter()
         job, section = self._job, self._section
         dtype = EXPORT_DTYPES[section.export_dtype]
         folder = self._folder.unfinished(step, self._token)
@@ -228,8 +212,9 @@ class Checkpoints:
         pieces = state.weight_pieces(job, dtype)
         return {name: piece for name, piece in pieces.items() if name not in left_out}
 
-    def _check(self, step: int) -> str:
-        """Compare the copies of tensors that are about to be saved; a line of warning, or ""."""
+    def _begin(self, step: int) -> str:
+        """Wait for the last save, and compare the copies of tensors; a line of warning, or ""."""
+        self.wait()
         warning = check_copies(self._job, f"before step-{step} is saved")
         return f"warning: {warning}\n" if warning else ""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from titanlite.checkpoint import state
 from titanlite.checkpoint.folder import CheckpointFolder, Found, look_at
 from titanlite.checkpoint.group import CheckpointGroup
@@ -101,7 +99,8 @@ def load_weights(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGrou
         if has_none:
             pieces = {name: piece for name, piece in pieces.items() if not adapted_layer(name)}
         stored = tensors_in(metadata, manifest.files)
-        _read(state.averaged(pieces, stored), path, ranks, metadata)
+        with told_by_rank(f"checkpoint: loading {path}"):
+            load(state.averaged(pieces, stored), path, ranks.group, metadata)
         return
     has_adapters = manifest.stored_as == "peft"
     if has_adapters and (base := job.config.checkpoint.initial_load_path):
@@ -186,7 +185,8 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGr
         average = job.trainer.average
         keys = () if average is None else average.keys
         _use(path, ranks, lambda: pieces.update(state.make_optimizer_state(job, stored, keys)))
-    _read(pieces, path, ranks, metadata)
+    with told_by_rank(f"checkpoint: loading {path}"):
+        load(pieces, path, ranks.group, metadata)
     _use(path, ranks, lambda: state.check_counts(job))
     if "lr_scheduler" not in left_out:
         state.restore_schedule(job, numbers.lr_scheduler)
@@ -194,13 +194,6 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGr
         _check_same_data(job, path, manifest)
         job.sampler.state = numbers.dataloader
     return 0 if "train_state" in left_out else manifest.step
-
-
-def _read(
-    pieces: state.Pieces, path: Path, ranks: CheckpointGroup, metadata: Metadata | None = None
-) -> None:
-    with told_by_rank(f"checkpoint: loading {path}"):
-        load(pieces, path, ranks.group, metadata)
 
 
 def _use(path: Path, ranks: CheckpointGroup, function: Callable[[], None]) -> None:

@@ -78,14 +78,12 @@ def optimizer_pieces(job: Trained) -> Pieces:
 def numbers_of(job: Trained, samples_read: int, **details: Any) -> TrainingState:
     """What a manifest has of the training state; `details` are its fields that a Job alone has."""
     optimizer = job.trainer.optimizer
-    settings = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    first = optimizer.param_groups[0]
+    settings = {key: value for key, value in first.items() if key != "params"}
     return TrainingState(
         lr_scheduler=job.trainer.scheduler.last_epoch,
         dataloader=samples_read,
-        optimizer=OptimizerState(name=type(optimizer).__name__, settings=settings[0]),
+        optimizer=OptimizerState(name=type(optimizer).__name__, settings=settings),
         **details,
     )
 
@@ -98,10 +96,8 @@ def data_of(job: "Job") -> str:
 def restore_schedule(job: Trained, last_epoch: int) -> None:
     """Restore the position in the schedule; the learning rate there follows the configuration."""
     scheduler: Any = job.trainer.scheduler
-    rates = [
-        base * factor(last_epoch)
-        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    ]
+    pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    rates = [base * factor(last_epoch) for base, factor in pairs]
     scheduler.last_epoch, scheduler._step_count = last_epoch, last_epoch + 1
     scheduler._last_lr = rates
     for group, rate in zip(job.trainer.optimizer.param_groups, rates, strict=True):
@@ -120,9 +116,7 @@ def make_optimizer_state(
     the stored state of a parameter is not that of this optimizer. It may be absent.
     """
     optimizer = job.trainer.optimizer
-    settings = {
-        parameter: group for group in optimizer.param_groups for parameter in group["params"]
-    }
+    settings = {p: group for group in optimizer.param_groups for p in group["params"]}
     by_parameter: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
     for name, what in stored.items():
         kind, _, rest = name.partition(".")

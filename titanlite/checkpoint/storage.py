@@ -194,10 +194,9 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
         for name in self.state_dict:
-            if not isinstance(
-                self.metadata.state_dict_metadata.get(name), TensorStorageMetadata | None
-            ):
+            if not isinstance(stored.get(name), TensorStorageMetadata | None):
                 raise BrokenCheckpointError(f"{name} is not a tensor")
         return super().create_local_plan()
 

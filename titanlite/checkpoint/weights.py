@@ -192,9 +192,8 @@ class StoredWeights:
             )
         if not piece.local.numel():
             return
-        if not wanted:
-            source = _Whole(stored.get_tensor(name))
-        found = read_shard(source, place, piece)
+        # safetensors cannot slice a scalar.
+        found = read_shard(source, place, piece) if wanted else stored.get_tensor(name)
         if found.is_floating_point() != piece.local.is_floating_point():
             raise ConfigError(
                 f"checkpoint: {file}: {shown(name)} is {_dtype(found)}, and "
@@ -231,16 +230,6 @@ def _each(place: HFTensor, piece: Piece) -> Iterator[tuple[HFTensor, Piece]]:
     for number, local in enumerate(piece.local, piece.offsets[0]):
         part = Piece(local, piece.shape[1:], piece.offsets[1:])
         yield replace(inner, name=place.name.format(number)), part
-
-
-class _Whole:
-    """A tensor that is read like a slice of a file; safetensors cannot slice a scalar."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __getitem__(self, where: Any) -> Tensor:
-        return self._tensor[where]
 
 
 def read_shard(source: Any, place: HFTensor, piece: Piece) -> Tensor:

@@ -159,7 +159,6 @@ def _sampling(job: Draft) -> Iterator[str]:
     config, section = job.config, job.config.sampling
     if config.training.dataset not in DATASETS:
         return
-    prompt: list[int] = []
     try:
         spec = spec_for(config)
         prompt = spec.start_tokens(section.prompt) or []
@@ -378,10 +377,8 @@ def _memory_estimation(job: Draft) -> Iterator[str]:
 @reads("metrics")
 def _loggers(job: Draft) -> Iterator[str]:
     """The packages that [metrics] needs are installed."""
-    for asked, package in (
-        (job.config.metrics.enable_tensorboard, "tensorboard"),
-        (job.config.metrics.enable_wandb, "wandb"),
-    ):
+    for package in ("tensorboard", "wandb"):
+        asked = getattr(job.config.metrics, f"enable_{package}")
         if asked and importlib.util.find_spec(package) is None:
             yield (
                 f"metrics.enable_{package}: the package {package} is not installed; "

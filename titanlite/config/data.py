@@ -56,14 +56,11 @@ def spec_for(config: JobConfig, dataset: str | None = None) -> DatasetSpec:
     Raises ConfigError if it cannot do what the job asks.
     """
     training = config.training
-    elsewhere = (config.validation_dataset, config.validation_dataset_path) != (
-        training.dataset,
-        training.dataset_path,
-    )
+    own = (training.dataset, training.dataset_path)
     keys = JobKeys(
         hf_assets_path=config.model.hf_assets_path,
         attend_across_documents=training.attend_across_documents,
-        validates_elsewhere=elsewhere,
+        validates_elsewhere=own != (config.validation_dataset, config.validation_dataset_path),
         dump_folder=config.job.dump_folder,
     )
     return DATASETS[dataset or training.dataset].for_job(keys)
@@ -76,13 +73,11 @@ def has_tokens(config: JobConfig) -> bool:
 
 def source_arguments(config: JobConfig, model: Any, seq_len: int, split: str) -> dict[str, Any]:
     """The arguments of DatasetSpec.make and prepare for a split, "train" or "validation"."""
-    is_training = split == "train"
-    path = config.training.dataset_path if is_training else config.validation_dataset_path
-    section, dataset = "training", config.training.dataset
-    if not is_training:
-        dataset = config.validation_dataset
-    if not is_training and (config.validation.dataset or config.validation.dataset_path):
-        section = "validation"
+    section, dataset, path = "training", config.training.dataset, config.training.dataset_path
+    if split == "validation":
+        dataset, path = config.validation_dataset, config.validation_dataset_path
+        if config.validation.dataset or config.validation.dataset_path:
+            section = "validation"
     return {
         "model": model,
         "seq_len": seq_len,
@@ -114,11 +109,8 @@ def sequence_length(config: JobConfig, model: Any) -> int:
     spec = DATASETS.get(config.training.dataset)
     if spec is not None and not spec.has_tokens:
         return own_length(model) or 1
-    lengths = (
-        own_length(model),
-        config.training.seq_len,
-        None if spec is None else spec.seq_len(model),
-    )
+    of_data = None if spec is None else spec.seq_len(model)
+    lengths = (own_length(model), config.training.seq_len, of_data)
     return next((length for length in lengths if length is not None), DEFAULT_SEQ_LEN)
 
 

@@ -4,6 +4,7 @@ Error messages, the command line, --help and docs/configuration.md all read the 
 `Key`.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -186,10 +187,8 @@ class Key:
         if self.type is bool:
             return {"true": True, "false": False}.get(text.lower(), text)
         if self.type is object and text.lstrip().startswith("{"):
-            try:
+            with contextlib.suppress(*TOML_ERRORS):
                 return parse_toml(f"table = {text}")["table"]
-            except TOML_ERRORS:
-                return text
         if self.item is not None:
             if text.lstrip().startswith("["):
                 try:
@@ -200,10 +199,8 @@ class Key:
             return [self.item.read(part) for part in parts if part]
         if self.type in (int, float):
             for convert in (int, float):
-                try:
+                with contextlib.suppress(ValueError):
                     return convert(text)
-                except ValueError:
-                    continue
         return text
 
 

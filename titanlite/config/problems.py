@@ -1,5 +1,6 @@
 """Turn pydantic's errors into messages `section.key: what is wrong; what to do`."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -53,10 +54,8 @@ def _advice(key: Key, target: Key, value: Any) -> str:
     """How to write the value that was probably meant, or else the legal values."""
     meant: Any = None
     if isinstance(value, str) and target.type in (bool, int, float):
-        try:
+        with contextlib.suppress(ValueError):
             meant = json.loads(value.lower())
-        except ValueError:
-            meant = None
         if type(meant) is target.type or (type(meant) is int and target.type is float):
             return f"write {show(meant)}, without quotes"
     if isinstance(value, float) and target.type is int and value.is_integer():

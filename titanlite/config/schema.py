@@ -1,10 +1,10 @@
 """Every section and key of a job, with type, default and one line of text.
 
 Names, meanings and defaults are those of TorchTitan v0.2.2. `torchtitan=` is TorchTitan's default
-if titanlite's differs, or OWN if TorchTitan has no such key. `NotYet[...]` marks a TorchTitan key
-that titanlite does not support: only the default is accepted. `Inert[...]` marks a key that only
-configures such a feature: any value is accepted, and reported at the start. Sections without any
-supported key are in absent.py.
+if titanlite's differs; an `extra_key` is one that TorchTitan does not have. `NotYet[...]` marks a
+TorchTitan key that titanlite does not support: only the default is accepted. `Inert[...]` marks a
+key that only configures such a feature: any value is accepted, and reported at the start. Sections
+without any supported key are in absent.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,6 @@ from pydantic import (
 
 from titanlite.config.absent import FaultTolerance, MXLinear, QuantizedGroupedMM
 from titanlite.fields import (
-    OWN,
     BatchSizes,
     CountOrMinusOne,
     Dtype,
@@ -32,6 +31,7 @@ from titanlite.fields import (
     NotYet,
     Section,
     Values,
+    extra_key,
     key,
 )
 from titanlite.parallelize.activation_checkpoint.spec import ActivationCheckpoint
@@ -88,20 +88,14 @@ class JobSection(Section):
     save_config_file: str | None = key(
         None, "file in dump_folder for the whole configuration, as TOML"
     )
-    device: Literal["auto", "cpu", "cuda"] = key(
-        "auto",
-        "cuda with NCCL, or cpu with gloo; auto: cuda if every rank has a GPU, else cpu",
-        torchtitan=OWN,
+    device: Literal["auto", "cpu", "cuda"] = extra_key(
+        "auto", "cuda with NCCL, or cpu with gloo; auto: cuda if every rank has a GPU, else cpu"
     )
-    max_local_ranks: PositiveInt | None = key(
-        None,
-        "limit on ranks on this machine; if not set, it depends on cores and memory",
-        torchtitan=OWN,
+    max_local_ranks: PositiveInt | None = extra_key(
+        None, "limit on ranks on this machine; if not set, it depends on cores and memory"
     )
-    max_local_memory_gb: PositiveFloat | None = key(
-        None,
-        "limit on the memory of CPU ranks on this machine; if not set, its memory and swap",
-        torchtitan=OWN,
+    max_local_memory_gb: PositiveFloat | None = extra_key(
+        None, "limit on the memory of CPU ranks on this machine; if not set, its memory and swap"
     )
     custom_config_module: NotYet[str] = key(
         "",
@@ -118,10 +112,8 @@ class Profiling(Section):
     profile_freq: PositiveInt = key(10, "steps between traces")
     profiler_active: PositiveInt = key(1, "steps in a trace")
     profiler_warmup: NonNegativeInt = key(3, "steps that the profiler runs before it records")
-    enable_pipeline_timeline: bool = key(
-        False,
-        "draw and trace the actions of each pipeline rank, every profile_freq steps",
-        torchtitan=OWN,
+    enable_pipeline_timeline: bool = extra_key(
+        False, "draw and trace the actions of each pipeline rank, every profile_freq steps"
     )
     enable_memory_snapshot: bool = key(False, "write snapshots of the CUDA allocator's history")
     save_memory_snapshot_folder: Name = key(
@@ -133,9 +125,7 @@ class Metrics(Section):
     """Numbers logged during training"""
 
     log_freq: PositiveInt = key(10, "steps between reports")
-    verbose: bool = key(
-        False, "print all of first_screen.txt at the start, not a brief form", torchtitan=OWN
-    )
+    verbose: bool = extra_key(False, "print all of first_screen.txt at the start, not a brief form")
     enable_tensorboard: bool = key(False, "write TensorBoard files (needs the extra tensorboard)")
     disable_color_printing: bool = key(False, "print without colours")
     save_tb_folder: Name = key("tb", "folder in dump_folder for TensorBoard files")
@@ -184,33 +174,27 @@ class Optimizer(Section):
     )
     eps: PositiveFloat = key(1e-8, "AdamW, Adam: added to the denominator")
     weight_decay: NonNegativeFloat = key(0.1, "weight decay")
-    no_weight_decay: Values[Name] = key(
-        (),
-        "patterns of the names of parameters that do not decay, such as output.*",
-        torchtitan=OWN,
+    no_weight_decay: Values[Name] = extra_key(
+        (), "patterns of the names of parameters that do not decay, such as output.*"
     )
-    lr_multipliers: Multipliers = key(
+    lr_multipliers: Multipliers = extra_key(
         {},
         "pattern of parameter names -> factor on the learning rate; the first that matches counts",
-        torchtitan=OWN,
     )
-    momentum: float | None = key(
-        None, "SGD, Muon: momentum; default: 0, Muon: 0.95", torchtitan=OWN, ge=0, lt=1
+    momentum: float | None = extra_key(
+        None, "SGD, Muon: momentum; default: 0, Muon: 0.95", ge=0, lt=1
     )
-    nesterov: bool = key(True, "Muon: Nesterov's momentum", torchtitan=OWN)
-    ns_steps: int = key(5, "Muon: steps of Newton-Schulz", torchtitan=OWN, ge=1, lt=100)
-    ns_dtype: Dtype = key(
-        "bfloat16", "Muon: dtype of Newton-Schulz; titanlite verify uses its own", torchtitan=OWN
+    nesterov: bool = extra_key(True, "Muon: Nesterov's momentum")
+    ns_steps: int = extra_key(5, "Muon: steps of Newton-Schulz", ge=1, lt=100)
+    ns_dtype: Dtype = extra_key(
+        "bfloat16", "Muon: dtype of Newton-Schulz; titanlite verify uses its own"
     )
-    adjust_lr_fn: Literal["match_rms_adamw", "original"] = key(
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = extra_key(
         "match_rms_adamw",
         "Muon: updates as large as AdamW's, for one lr; or original, torch's default",
-        torchtitan=OWN,
     )
-    adamw: Values[Name] = key(
-        (),
-        "Muon: patterns of the matrices that AdamW updates; if empty, those outside the blocks",
-        torchtitan=OWN,
+    adamw: Values[Name] = extra_key(
+        (), "Muon: patterns of the matrices that AdamW updates; if empty, those outside the blocks"
     )
     implementation: Literal["fused", "foreach", "for-loop"] | None = key(
         None,
@@ -234,17 +218,13 @@ class Optimizer(Section):
 class WeightAveraging(Section):
     """An average of the weights, which is validated and exported instead of them"""
 
-    method: Literal["none", "ema", "last_k"] = key(
-        "none", "an exponential moving average, or the mean of the last k weights", torchtitan=OWN
+    method: Literal["none", "ema", "last_k"] = extra_key(
+        "none", "an exponential moving average, or the mean of the last k weights"
     )
-    decay: float = key(
-        0.999, "ema: the average's share of its next value", torchtitan=OWN, ge=0, lt=1
-    )
-    k: PositiveInt = key(
-        5, "last_k: how many weights; each takes the memory of a copy", torchtitan=OWN
-    )
-    freq: PositiveInt = key(1, "steps between the weights that are averaged", torchtitan=OWN)
-    start_step: PositiveInt = key(1, "first step whose weights are averaged", torchtitan=OWN)
+    decay: float = extra_key(0.999, "ema: the average's share of its next value", ge=0, lt=1)
+    k: PositiveInt = extra_key(5, "last_k: how many weights; each takes the memory of a copy")
+    freq: PositiveInt = extra_key(1, "steps between the weights that are averaged")
+    start_step: PositiveInt = extra_key(1, "first step whose weights are averaged")
 
     @property
     def num_copies(self) -> int:
@@ -282,30 +262,30 @@ NAMES = [name for name in DATASETS if not name.endswith("_validation")]
 class Training(Section):
     """Data set, batch, sequence length, steps and dtypes"""
 
-    loss: str | None = key(None, "registered loss; default: that of the data set", torchtitan=OWN)
-    label_smoothing: float = key(0.0, "share of targets spread evenly", torchtitan=OWN, ge=0, lt=1)
-    z_loss: float = key(0.0, "adds this x log(sum(exp(logits)))^2", torchtitan=OWN, ge=0)
+    loss: str | None = extra_key(None, "registered loss; default: that of the data set")
+    label_smoothing: float = extra_key(0.0, "share of targets spread evenly", ge=0, lt=1)
+    z_loss: float = extra_key(0.0, "adds this x log(sum(exp(logits)))^2", ge=0)
     dataset: str = key("digits", f"one of {', '.join(NAMES)}", torchtitan="c4_test")
     dataset_path: str | None = key(
         None, "its file, folder, or name on the Hub (text, tokens, hf, c4, c4_test, cifar10)"
     )
-    attend_across_documents: bool = key(
-        True, "text: whether tokens attend to earlier documents of their sequence", torchtitan=OWN
+    attend_across_documents: bool = extra_key(
+        True, "text: whether tokens attend to earlier documents of their sequence"
     )
     local_batch_size: PositiveInt = key(8, "sequences per data-parallel rank and accumulation step")
     global_batch_size: CountOrMinusOne = key(
         -1, "sequences per step, accumulated if needed; -1: local_batch_size x data-parallel degree"
     )
-    batch_size_schedule: BatchSizes = key(
-        (), "[step, sequences]: another global_batch_size from each of these steps", torchtitan=OWN
+    batch_size_schedule: BatchSizes = extra_key(
+        (), "[step, sequences]: another global_batch_size from each of these steps"
     )
     seq_len: PositiveInt | None = key(
         None,
         "tokens per sequence; if not set, the model's own length, else the data's, else 2048",
         torchtitan=2048,
     )
-    prefetch: bool = key(
-        True, "read samples a step ahead, on a thread; not if they draw randomly", torchtitan=OWN
+    prefetch: bool = extra_key(
+        True, "read samples a step ahead, on a thread; not if they draw randomly"
     )
     max_norm: float = key(
         1.0, "clip gradients to this norm; inf: no clipping", gt=0, allow_inf_nan=True
@@ -314,8 +294,8 @@ class Training(Section):
     enable_cpu_offload: bool = key(
         False, "FSDP: keep parameters, gradients and optimizer state in CPU memory"
     )
-    cpu_offload_pin_memory: bool = key(
-        True, "on CUDA, pin the offloaded memory; false if CPU memory is short", torchtitan=OWN
+    cpu_offload_pin_memory: bool = extra_key(
+        True, "on CUDA, pin the offloaded memory; false if CPU memory is short"
     )
     dtype: Dtype = key("float32", "dtype of parameters, gradients and optimizer state")
     mixed_precision_param: Dtype | None = key(
@@ -418,8 +398,8 @@ class Comm(Section):
 
     init_timeout_seconds: PositiveInt = key(300, "timeout until the end of the first step")
     train_timeout_seconds: PositiveInt = key(100, "timeout after the first step")
-    checkpoint_timeout_seconds: PositiveInt = key(
-        3600, "timeout of a save or a load, which wait for every rank's disk", torchtitan=OWN
+    checkpoint_timeout_seconds: PositiveInt = extra_key(
+        3600, "timeout of a save or a load, which wait for every rank's disk"
     )
     trace_buf_size: NonNegativeInt = key(
         20000, "collectives that the flight recorder keeps, for reports and traces; 0: none"
@@ -458,8 +438,8 @@ class Validation(Section):
     )
     freq: PositiveInt = key(10, "training steps between validations")
     steps: CountOrMinusOne = key(-1, "global batches per validation; -1: the whole data set")
-    metrics: Values[Name] = key(
-        (), "registered metrics to compute besides the loss, such as accuracy", torchtitan=OWN
+    metrics: Values[Name] = extra_key(
+        (), "registered metrics to compute besides the loss, such as accuracy"
     )
     dataloader: DataLoader = DataLoader()
 
@@ -474,15 +454,12 @@ class Debug(Section):
     deterministic_warn_only: bool = key(
         False, "warn, instead of stopping, if an operation has no deterministic algorithm"
     )
-    non_finite: Literal["stop", "skip", "ignore"] = key(
+    non_finite: Literal["stop", "skip", "ignore"] = extra_key(
         "stop",
         "if loss or gradient norm is not finite: stop before the update, skip it, or apply it",
-        torchtitan=OWN,
     )
-    check_copies: bool = key(
-        True,
-        "compare copies of tensors at the start, after step 1 and before a checkpoint",
-        torchtitan=OWN,
+    check_copies: bool = extra_key(
+        True, "compare copies of tensors at the start, after step 1 and before a checkpoint"
     )
     moe_force_load_balance: bool = key(
         False, "assign the tokens of a sequence to experts in turn, whatever their scores"
@@ -503,29 +480,19 @@ class Experimental(Section):
 class Sampling(Section):
     """Samples drawn from the trained model (not in TorchTitan)"""
 
-    num_samples: NonNegativeInt = key(
-        16, "number of samples to draw at the end; 0: none", torchtitan=OWN
+    num_samples: NonNegativeInt = extra_key(16, "number of samples to draw at the end; 0: none")
+    temperature: NonNegativeFloat = extra_key(
+        1.0, "below 1: likelier tokens; above 1: more varied ones; 0: always the likeliest"
     )
-    temperature: NonNegativeFloat = key(
-        1.0,
-        "below 1: likelier tokens; above 1: more varied ones; 0: always the likeliest",
-        torchtitan=OWN,
+    top_k: PositiveInt | None = extra_key(
+        None, "sample only from the top_k likeliest tokens; if not set, from all"
     )
-    top_k: PositiveInt | None = key(
-        None, "sample only from the top_k likeliest tokens; if not set, from all", torchtitan=OWN
+    top_p: float = extra_key(
+        1.0, "sample only from the likeliest tokens that together have this probability", gt=0, le=1
     )
-    top_p: float = key(
-        1.0,
-        "sample only from the likeliest tokens that together have this probability",
-        torchtitan=OWN,
-        gt=0,
-        le=1,
-    )
-    prompt: str = key("", "text that the samples continue", torchtitan=OWN)
-    num_tokens: PositiveInt | None = key(
-        None,
-        "tokens of a sample, including the prompt; if not set, those of a training sequence",
-        torchtitan=OWN,
+    prompt: str = extra_key("", "text that the samples continue")
+    num_tokens: PositiveInt | None = extra_key(
+        None, "tokens of a sample, including the prompt; if not set, those of a training sequence"
     )
 
 

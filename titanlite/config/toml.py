@@ -14,11 +14,8 @@ else:
 
 # A number with thousands of digits raises ValueError, deep nesting RecursionError.
 TOML_ERRORS = (tomllib.TOMLDecodeError, ValueError, RecursionError)
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML text; raises one of TOML_ERRORS."""
-    return tomllib.loads(text)
+parse_toml = tomllib.loads
+"""The tables of a TOML text; raises one of TOML_ERRORS."""
 
 
 def put(values: dict[str, Any], name: str, value: Any) -> None:

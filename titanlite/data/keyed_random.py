@@ -4,6 +4,7 @@ Sample 10,007 of a data set must be the same on every rank, in every plan and af
 random numbers therefore have no state: each (seed, index) is a Philox counter stream of its own.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,20 +42,16 @@ class Orders:
     """
 
     def __init__(self, make: Callable[[int, int, int], Any], seed: int | None, count: int) -> None:
-        self._make, self._seed, self._count = make, seed, count
-        # The last two orders, because a global batch can span two epochs.
-        self._orders: dict[int, Any] = {}
+        self._seed, self._count = seed, count
+        # A global batch can span two epochs.
+        self._make = functools.lru_cache(maxsize=2)(make)
 
     def place(self, index: int) -> int:
         """The place of sample `index`, which counts over all epochs."""
         epoch, position = divmod(index, self._count)
         if self._seed is None:
             return position
-        if epoch not in self._orders:
-            while len(self._orders) > 1:
-                del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = self._make(self._seed, epoch, self._count)
-        return int(self._orders[epoch][position])
+        return int(self._make(self._seed, epoch, self._count)[position])
 
 
 class Permutation:

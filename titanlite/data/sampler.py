@@ -131,12 +131,6 @@ def read_batch(
     )
 
 
-def first_tokens(dataset: Dataset, indices: Iterable[int], count: int | None = None) -> Tensor:
-    """The first `count` tokens of these samples (all if None): int64 [N, count]."""
-    samples = [_fields_of(_sample(dataset, index))["tokens"][:count] for index in indices]
-    return torch.stack(samples)
-
-
 def _sample(dataset: Dataset, index: int) -> Tensor | Mapping[str, Tensor]:
     """A sample; raises ConfigError if the data set fails."""
     try:

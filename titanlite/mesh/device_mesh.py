@@ -87,16 +87,15 @@ def build_meshes(
     world = init_device_mesh(
         device_type, tuple(dims.degrees[axis] for axis in axes), mesh_dim_names=tuple(axes)
     )
-    dp = world[sharded[0]]
+
+    def joined(names: tuple[str, ...]) -> DeviceMesh:
+        return world[names[0]] if len(names) == 1 else world[names]._flatten(flat_name(names))
+
     used = tuple(axis for axis in sharded if axis in axes)
-    if len(used) > 1:
-        dp = world[used]._flatten(flat_name(used))
+    dp = joined(used)
     if copies := tuple(axis for axis in replicated if axis in axes):
-        replicas = (
-            world[copies[0]] if len(copies) == 1 else world[copies]._flatten(flat_name(copies))
-        )
         # Slicing the world mesh does not work with a flattened axis.
-        dp = DeviceMesh._concatenate([replicas, dp])
+        dp = DeviceMesh._concatenate([joined(copies), dp])
     return Meshes(
         world=world,
         pp=world["pp"] if "pp" in axes else None,

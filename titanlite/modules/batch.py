@@ -266,11 +266,8 @@ def check_forward(module: nn.Module, fields: Collection[str]) -> None:
         return
     _, *others = inspect.signature(module.forward).parameters.values()
     for parameter in others:
-        is_needed = parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        )
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        is_needed = parameter.default is parameter.empty and not is_variadic
         if is_needed and parameter.name not in fields:
             raise TitanliteError(
                 f"forward of {type(module).__name__} needs `{parameter.name}`, but besides tokens "

@@ -146,7 +146,7 @@ def styles_of(job: Job) -> dict[str, str]:
     """Module -> its entry in the tensor-parallel plan, in words."""
     if not job.dims.tp_enabled:
         return {}
-    styles = {}
+    styles: dict[str, str] = {}
     entries = dict(job.plan.tensor_parallel)
     rings = job.config.parallelism.overlap_backend(job.world.device.type) == "ring"
     if not job.config.parallelism.disable_loss_parallel:
@@ -157,10 +157,8 @@ def styles_of(job: Job) -> dict[str, str]:
             text = describe_entry(pattern, style)
             if rings and isinstance(style, RingStyle):
                 text += " as a ring"
+            inside = [f".{child}" for child in getattr(style, "layers", ())]
             for name in names:
                 if matches(name, pattern):
-                    styles[name] = text
-                    styles.update(
-                        {f"{name}.{child}": text for child in getattr(style, "layers", ())}
-                    )
+                    styles |= {f"{name}{own}": text for own in ("", *inside)}
     return styles

@@ -62,18 +62,14 @@ def render_screen(
     Longer texts are wrapped and indented. Lines that differ from the request are marked "!", on a
     terminal in yellow. `mesh` is the result of draw_mesh.
     """
-    on_terminal = stream is not None and is_terminal(stream)
-    width = PLAIN_WIDTH
-    if stream is not None and on_terminal:
-        width = terminal_width(stream)
+    terminal = stream if stream is not None and is_terminal(stream) else None
+    width = PLAIN_WIDTH if terminal is None else terminal_width(terminal)
     lines = [_Line(line, len(line)) for line in textwrap.wrap(title, width)]
-    lines.append(_Line(""))
-    lines += _fact_lines(facts, width)
+    lines += [_Line(""), *_fact_lines(facts, width)]
     if rows:
         lines += [_Line(""), *_plan_lines(rows, width)]
-    lines.append(_Line(""))
-    lines += [_Line(line) for line in beside(mesh, width)]
-    if on_terminal:
+    lines += [_Line(""), *map(_Line, beside(mesh, width))]
+    if terminal is not None:
         return _colored(lines, color=color, width=width)
     return "\n".join(line.text.rstrip() for line in lines)
 

@@ -170,9 +170,8 @@ class Progress:
             ),
             Text(self._time_left(), style="cyan"),
         )
-        figures = (
-            _figures(self._last, self._of_whom) if self._last else ["waiting for the first step"]
-        )
+        last = self._last
+        figures = _figures(last, self._of_whom) if last else ["waiting for the first step"]
         width = 0 if self._live is None else self._live.console.width
         lines = [Text(line, no_wrap=True) for line in _packed(figures, width)]
         for line in lines:

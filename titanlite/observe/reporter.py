@@ -33,10 +33,7 @@ if TYPE_CHECKING:
     # It imports Dynamo, which takes seconds, so it is imported only if something is compiled.
     from titanlite.observe.compiling import CompileReport
 
-FIRST_SCREEN = "first_screen.txt"
-
-
-CURVE, LOADS = "loss.png", "expert_loads.png"
+FIRST_SCREEN, CURVE, LOADS = "first_screen.txt", "loss.png", "expert_loads.png"
 
 
 class Artist(Protocol):
@@ -116,31 +113,11 @@ class Reporter:
                 written = self._folder / config.job.save_config_file
                 written.parent.mkdir(parents=True, exist_ok=True)
                 written.write_text(format_config(config), encoding="utf-8")
-        profiling = config.profiling
-        self._after_profiled_step = self._exits.enter_context(
-            profile_steps(
-                profiling.enable_profiling,
-                self._folder / profiling.save_traces_folder,
-                world.rank,
-                profiling.profile_freq,
-                profiling.profiler_active,
-                profiling.profiler_warmup,
-                first_step=self._first_step,
-                device_type=world.device.type,
-            )
-        )
-        self._after_recorded_step = self._exits.enter_context(
-            snapshot_memory(
-                profiling.enable_memory_snapshot,
-                self._folder / profiling.save_memory_snapshot_folder,
-                world.rank,
-                world.device,
-                profiling.profile_freq,
-                first_step=self._first_step,
-                on_note=self._progress.print,
-            )
-        )
-        self._exits.enter_context(self._progress)
+        enter = self._exits.enter_context
+        of_run = config.profiling, self._folder, world.rank, world.device, self._first_step
+        self._after_profiled_step = enter(profile_steps(*of_run))
+        self._after_recorded_step = enter(snapshot_memory(*of_run, on_note=self._progress.print))
+        enter(self._progress)
         self._compiling = self._report_compiling()
         self._draw_pipeline = self._record_pipeline()
 
@@ -177,9 +154,8 @@ class Reporter:
         job, resolved = self._job, self._job.resolved
         samples_per_second = resolved.num_sequences(step, step) / result.seconds
         tokens_per_second = samples_per_second * resolved.seq_len
-        flops_per_second = None
-        if job.flops_per_token is not None:
-            flops_per_second = tokens_per_second * job.flops_per_token
+        flops = job.flops_per_token
+        flops_per_second = None if flops is None else tokens_per_second * flops
         is_first, is_last = step == self._first_step, step == job.config.training.steps
         if is_first or is_last or step % job.config.metrics.log_freq == 0:
             self._read_most()

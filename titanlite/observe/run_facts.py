@@ -199,14 +199,8 @@ def _learning_rate(config: JobConfig) -> Fact:
     is_set = "warmup_steps" in section.model_fields_set
     asked_warmup = section.warmup_steps if is_set else warmup
     asked_decay = decay if section.decay_ratio is None else round(total * section.decay_ratio)
-    cut = [
-        f"{name} cut from {asked}"
-        for name, asked, active in (
-            ("warm-up", asked_warmup, warmup),
-            ("decay", asked_decay, decay),
-        )
-        if asked > active
-    ]
+    pairs = {"warm-up": (asked_warmup, warmup), "decay": (asked_decay, decay)}
+    cut = [f"{name} cut from {asked}" for name, (asked, now) in pairs.items() if asked > now]
     if cut:
         of = "run" if section.total_steps is None else "schedule"
         text += f"; {' and '.join(cut)} to fit the {total} steps of the {of}"

@@ -4,10 +4,12 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import Any
 
 from torch import nn
 
 from titanlite.config.pipeline import PipelinePlan
+from titanlite.config.resolve import ResolvedJob
 from titanlite.config.schema import JobConfig
 from titanlite.mesh.device_mesh import Meshes
 from titanlite.mesh.parallel_dims import ParallelDims
@@ -74,23 +76,20 @@ class Parallelized:
 
 
 def split_and_parallelize(
-    model: nn.Module,
-    config: JobConfig,
-    dims: ParallelDims,
+    resolved: ResolvedJob,
     meshes: Meshes,
-    pipeline_plan: PipelinePlan | None,
+    model: nn.Module,
+    plan: ParallelPlan,
     example: Batch,
-    plan: ParallelPlan | None = None,
     ddp: Callable[..., DDPReport] = apply_ddp,
     hardware: DeviceSupport | None = None,
 ) -> Parallelized:
-    """Split `model` into the stages of `pipeline_plan` and `parallelize` those of this rank.
+    """Split `model` into the stages of the job's pipeline and `parallelize` those of this rank.
 
-    The model is on the "meta" device. Without a pipeline plan it is the only part. `example` is one
-    of this rank's microbatches; the pipeline uses only its shapes. `plan` defaults to the one
-    registered for the model's class.
+    The model is on the "meta" device. Without a pipeline it is the only part. `example` is one of
+    this rank's microbatches; the pipeline uses only its shapes.
     """
-    plan = plan or find_plan(model)
+    config, dims, pipeline_plan = resolved.config, resolved.dims, resolved.pipeline
     if pipeline_plan is None or meshes.pp is None:
         has_blocks = plan.blocks is None or find_blocks(model, plan)
         found = [] if has_blocks and not plan.is_derived else [_blocks_row(model, plan)]
@@ -101,10 +100,9 @@ def split_and_parallelize(
     plain_parts = split_model(model, pipeline_plan.stages, plan.stage_forward)
     stages = pipeline_plan.stages_of(meshes.pp.get_local_rank())
     parts = {stage: copy.deepcopy(plain_parts[stage]) for stage in stages}
+    of_model: dict[str, Any] = {"whole": model, "ddp": ddp, "hardware": hardware}
     done = {
-        stage: parallelize(
-            part, config, dims, meshes, plan, whole=model, ddp=ddp, hardware=hardware
-        )
+        stage: parallelize(part, config, dims, meshes, plan, **of_model)
         for stage, part in parts.items()
     }
     pipeline = PipelineRunner(

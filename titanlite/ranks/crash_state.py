@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import json
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,7 @@ class BlackBox:
 
     def note(self, stack: list[str]) -> None:
         """Replace the recorded stack by `stack`. A full disk must not fail the run."""
-        stack_lines = "\n".join(stack)
-        text = f"{self._thread}\n{stack_lines}\n\n".encode()
+        text = "\n".join([self._thread, *stack, "", ""]).encode()
         with self._lock, contextlib.suppress(OSError):
             if self._file >= 0:
                 os.ftruncate(self._file, 0)
@@ -156,7 +154,7 @@ def before_abort(call: Callable[[], None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """How other ranks find a rank's process: host, process id, and the path of its black box."""
+    """How other ranks find a rank's process; sent as JSON."""
 
     host: str
     number: int
@@ -170,13 +168,6 @@ class ProcessRecord:
     def of_this(cls, box: BlackBox) -> ProcessRecord:
         _, start = process_status("self")
         return cls(socket.gethostname(), os.getpid(), start, box.path, box.answers)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> ProcessRecord:
-        return cls(**json.loads(text))
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
     @property
     def is_here(self) -> bool:

@@ -63,6 +63,7 @@ STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 SITE_PACKAGES = os.sep + "site-packages" + os.sep
 OURS = str(Path(__file__).parents[2]) + os.sep
 MODULE_CALL = os.path.join("torch", "nn", "modules", "module.py")
+STARTS = ("ranks/launch.py", "ranks/world.py", "ranks/watch.py", "ranks/threads.py")
 SAVING = (
     os.path.join(TORCH, "distributed", "checkpoint") + os.sep,
     os.path.join(OURS, "titanlite", "checkpoint") + os.sep,
@@ -91,12 +92,12 @@ def take_account(
     account = Account(rank)
     frames = _frames(thread, error)
     saves = _is_saving(frames)
-    account.site = call_site(_places(reversed(frames))) or UNKNOWN
+    account.site = call_site(places_of(reversed(frames))) or UNKNOWN
     if saves and error is None and (behind := _frames_of_save(thread)):
         # The main thread waits for the thread that saves, so report where that thread is.
         frames = behind
-        account.site = call_site(_places(reversed(frames))) or account.site
-    account.stack = [show_place(*place) for place in _places(frames)]
+        account.site = call_site(places_of(reversed(frames))) or account.site
+    account.stack = [show_place(*place) for place in places_of(frames)]
     if error is not None:
         account.error = f"{type(error).__name__}: {error}".splitlines()[0]
     if not dist.is_initialized():
@@ -124,8 +125,8 @@ def stack_of(thread: int) -> tuple[list[str], str]:
     while frames and is_plumbing(_file(frames[-1][0])):
         frames.pop()  # a debugger's own, or those of a wait
     frames = _without_start(frames)
-    stack = [show_place(*place) for place in _places(frames)]
-    return stack, call_site(_places(reversed(frames))) or UNKNOWN
+    stack = [show_place(*place) for place in places_of(frames)]
+    return stack, call_site(places_of(reversed(frames))) or UNKNOWN
 
 
 def group_ranks(axes: dict[str, str]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -292,7 +293,7 @@ def find_message(
     """
     if not frames or not _waits(_file(frames[-1][0]), frames[-1][1]):
         return None
-    site = call_site(_places(reversed(frames))) or UNKNOWN
+    site = call_site(places_of(reversed(frames))) or UNKNOWN
     operation = "message"
     for frame, line in reversed(frames):
         name = frame.f_code.co_name
@@ -375,30 +376,15 @@ def _frames(thread: int, error: BaseException | None) -> list[tuple[FrameType, i
 
 def _raw_frames(thread: int) -> list[tuple[FrameType, int]]:
     frame = sys._current_frames().get(thread)
-    frames = []
-    while frame is not None:
-        frames.append((frame, frame.f_lineno))
-        frame = frame.f_back
-    return frames[::-1]
+    return list(traceback.walk_stack(frame))[::-1] if frame is not None else []
 
 
 def _without_start(frames: list[Located]) -> list[Located]:
     """`frames` without those that started the rank and those of nn.Module.__call__."""
     files = [first if isinstance(first, str) else _file(first) for first, *_ in frames]
-    starts = [
-        index
-        for index, file in enumerate(files)
-        if file.endswith(
-            ("ranks/launch.py", "ranks/world.py", "ranks/watch.py", "ranks/threads.py")
-        )
-    ]
-    first = starts[-1] + 1 if starts else 0
-    kept = [
-        frame
-        for frame, file in zip(frames[first:], files[first:], strict=True)
-        if not file.endswith(MODULE_CALL)
-    ]
-    return kept or frames
+    starts = [index for index, file in enumerate(files) if file.endswith(STARTS)]
+    started = list(zip(frames, files, strict=True))[starts[-1] + 1 if starts else 0 :]
+    return [frame for frame, file in started if not file.endswith(MODULE_CALL)] or frames
 
 
 def _is_saving(frames: Sequence[tuple[FrameType, int]]) -> bool:
@@ -453,7 +439,8 @@ def _axis_of(group: Any, groups: dict[str, tuple[str, tuple[int, ...]]]) -> str:
     return groups.get(getattr(own, "group_name", ""), ("", ()))[0]
 
 
-def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int, str]]:
+def places_of(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int, str]]:
+    """File, line and function of each frame."""
     for frame, line in frames:
         yield _file(frame), line, frame.f_code.co_name
 

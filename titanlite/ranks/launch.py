@@ -37,6 +37,8 @@ REPORT_SECONDS = 2.0
 END_SECONDS = 5.0
 # The extra time once a rank has raised the alarm and the report is being written.
 ALARM_SECONDS = 5.0
+# What the messages of errors hold if another rank is lost.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process")
 # The folder for faults in the rendezvous folder of local ranks. In it, a file that marks the alarm,
 # and the report (titanlite/ranks/watch.py).
 FAULTS, ALARM, REPORT = "faults", "alarm", "report.json"
@@ -97,9 +99,7 @@ def spawn(
         check_local_ranks(num_ranks, allowed=max_ranks, are_threads=True)
         from titanlite.ranks.threads import run_threads
 
-        places = [
-            Place(rank, num_ranks, rank, num_ranks, rendezvous=THREADS) for rank in range(num_ranks)
-        ]
+        places = [Place(n, num_ranks, n, num_ranks, THREADS) for n in range(num_ranks)]
         with _noting_the_report():
             results = run_threads(function, places, *args, stop=stop)
         collect_on_gpu()
@@ -361,18 +361,12 @@ def _describe(error: BaseException) -> dict[str, Any]:
     if cause is not error:
         # The error of a pipeline schedule names the stage and its inputs, but not the cause.
         message += f" (from {type(cause).__name__}: {cause})"
-    lost = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "remote process",
-    )
-    is_mistake = isinstance(error, TitanliteError) and not isinstance(error, LostWorldError)
+    is_lost = isinstance(error, LostWorldError)
     return {
-        "mistake": error if is_mistake else None,
+        "mistake": error if isinstance(error, TitanliteError) and not is_lost else None,
         "message": message,
         "traceback": "".join(traceback.format_exception(error)),
-        "lost_peer": isinstance(error, LostWorldError) or any(phrase in message for phrase in lost),
+        "lost_peer": is_lost or any(phrase in message for phrase in LOST),
     }
 
 

@@ -5,6 +5,7 @@ numbers and nothing fails. The flight recorder holds the line of code of each ca
 compare their calls at each step.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -38,13 +39,8 @@ class OrderCheck:
     def __call__(self) -> None:
         """Raises the same OrderError on all ranks, with the first call that differs."""
         new = self._new_calls()
-        tags = {
-            name: [
-                (call.number, call.operation, call.num_elements, call.dtype, call.site)
-                for call in new.get(name, ())
-            ]
-            for name in self._names
-        }
+        of_call = attrgetter("number", "operation", "num_elements", "dtype", "site")
+        tags = {name: list(map(of_call, new.get(name, ()))) for name in self._names}
         if not _are_alike(self._peers.gathered(tags)):
             self._find_difference(new)
         for name, calls in new.items():

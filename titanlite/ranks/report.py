@@ -8,7 +8,7 @@ first number at which ranks diverged.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from titanlite.errors import number_ranks
@@ -77,18 +77,14 @@ class Account:
     finished: str = ""
     """How this rank left the run; "" if it has not."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Account":
+    def of_dict(cls, values: dict[str, Any]) -> "Account":
+        """The account of these `values`, which asdict made, and which may have been JSON since."""
         message = values.pop("message")
         if message is not None:
             message = Message(**{**message, "peers": tuple(message["peers"])})
         calls = [Call(**call) for call in values.pop("calls")]
-        groups = {
-            name: (axis, tuple(ranks)) for name, (axis, ranks) in values.pop("groups").items()
-        }
+        groups = {name: (axis, tuple(own)) for name, (axis, own) in values.pop("groups").items()}
         return cls(**values, message=message, calls=calls, groups=groups)
 
     def pending(self) -> list[Call]:
@@ -309,38 +305,29 @@ def _explain(
     by_site: bool,
 ) -> Astray:
     """Name the rank that diverged: one of the minority; in a tie, user code or the higher rank."""
-    who = {kind: min(_who(at, kind, by_site)) for kind in kinds}
+    who = {_kind(at[rank], by_site): rank for rank in sorted(at, reverse=True)}
     usual = max(who, key=lambda k: (kinds[k], "titanlite/tools/" in at[who[k]].site, -who[k]))
     rank = min(rank for rank, call in at.items() if _kind(call, by_site) != usual)
     peer = who[usual]
 
-    def sequence(of: int, start: int) -> list[Any]:
-        numbered = calls[of]
-        return [_kind(numbered.get(n), by_site) for n in range(start, max(numbered) + 1)]
-
+    here, there = (
+        [_kind(calls[of].get(n), by_site) for n in range(number, max(calls[of]) + 1)]
+        for of in (rank, peer)
+    )
     own, theirs = at[rank], at[peer]
     others = number_ranks([r for r in at if r != rank])
-    where = f"at collective {number} over {axis} it"
-    if _agree(sequence(rank, number + 1), sequence(peer, number + 1)):
-        what = f"called {own} at {own.site}; {others} called {theirs} at {theirs.site}"
-    elif (
-        len(sequence(rank, number)) > 1
-        and sequence(rank, number)[:2] == sequence(peer, number)[1::-1]
-    ):
+    what = f"called {own} at {own.site}; {others} called {theirs} at {theirs.site}"
+    if _agree(here[1:], there[1:]):
+        pass  # only this call differs
+    elif len(here) > 1 and here[:2] == there[1::-1]:
         what = f"called {own} at {own.site} before {theirs} at {theirs.site}; {others} called them"
         what += " in the opposite order"
-    elif _agree(sequence(rank, number), sequence(peer, number + 1)):
+    elif _agree(here, there[1:]):
         what = f"skipped {theirs} at {theirs.site}, which {others} called; its next call was {own}"
         what += f" at {own.site}"
-    elif _agree(sequence(rank, number + 1), sequence(peer, number)):
+    elif _agree(here[1:], there):
         what = f"called {own} at {own.site}, which {others} did not call"
-    else:
-        what = f"called {own} at {own.site}; {others} called {theirs} at {theirs.site}"
-    return Astray(axis, number, rank, f"{where} {what}")
-
-
-def _who(at: Mapping[int, Call], kind: Any, by_site: bool) -> list[int]:
-    return [rank for rank, call in at.items() if _kind(call, by_site) == kind]
+    return Astray(axis, number, rank, f"at collective {number} over {axis} it {what}")
 
 
 def _agree(one: Sequence[Any], other: Sequence[Any]) -> bool:

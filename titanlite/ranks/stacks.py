@@ -39,7 +39,7 @@ class ThreadStack:
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self._dump = _dump_all_threads
+        self._dump: Callable[[int], object] = faulthandler.dump_traceback  # of all threads
         if sys.version_info[:2] == (3, 11):
             self._dump = _dump_of_this_thread()
 
@@ -54,10 +54,6 @@ class ThreadStack:
         except OSError:
             return []
         return stacks.get(self._thread) or stacks.get(0, [])
-
-
-def _dump_all_threads(file: int) -> None:
-    faulthandler.dump_traceback(file, all_threads=True)
 
 
 def _dump_of_this_thread() -> Callable[[int], None]:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlite.errors import TitanliteError
-from titanlite.ranks.hang_state import UNKNOWN, is_plumbing, show_place
+from titanlite.ranks.hang_state import UNKNOWN, call_site, places_of
 from titanlite.ranks.report import Call, Message
 from titanlite.ranks.turns import Happening, Turns
 
@@ -155,19 +156,8 @@ class Exchange:
         # (group, destination, tag) -> sends or receives whose peer has not called yet.
         self.sends: dict[tuple[str, int, int], deque[_Message]] = defaultdict(deque)
         self.receives: dict[tuple[str, int, int], deque[_Message]] = defaultdict(deque)
-        # The last calls of each rank, as the flight recorder of a process has them.
-        self._calls: dict[int, deque[Call]] = defaultdict(lambda: deque(maxlen=NUM_RECORDED))
-
-    def record(self, rank: int, call: Call) -> None:
-        """Keep a rank's call of a collective."""
-        self._calls[rank].append(call)
-
-    def calls_of(self, rank: int) -> list[Call]:
-        """A rank's last calls of collectives, the latest last."""
-        return [
-            replace(call, is_done=(call.group, call.number) not in self.operations)
-            for call in self._calls[rank]
-        ]
+        self.calls: dict[int, deque[Call]] = defaultdict(lambda: deque(maxlen=NUM_RECORDED))
+        """The last calls of each rank, as the flight recorder of a process has them."""
 
 
 @dataclass(eq=False)
@@ -196,7 +186,11 @@ class ThreadGroup(_ProcessGroup):
 
     def recorded_calls(self) -> list[Call]:
         """This rank's last calls of collectives, in all groups, the latest last."""
-        return self._exchange.calls_of(self.ranks[self._rank])
+        under_way = self._exchange.operations
+        return [
+            replace(call, is_done=(call.group, call.number) not in under_way)
+            for call in self._exchange.calls[self.ranks[self._rank]]
+        ]
 
     # What torch asks of a group.
 
@@ -342,12 +336,9 @@ class ThreadGroup(_ProcessGroup):
     ) -> ThreadWork:
         def compute(everyone: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
             totals = [
-                (
-                    own[number],
-                    _reduced([given[number][rank] for _, given in everyone], opts.reduceOp),
-                )
+                (output, _reduced([given[number][rank] for _, given in everyone], opts.reduceOp))
                 for rank, (own, _) in enumerate(everyone)
-                for number in range(len(own))
+                for number, output in enumerate(own)
             ]
             for output, total in totals:
                 _write(output, total)
@@ -426,10 +417,8 @@ class ThreadGroup(_ProcessGroup):
         mine, theirs = shared.sends[key], shared.receives[key]
         if to is None:
             mine, theirs = theirs, mine
-        other = next(
-            (one for one in theirs if source in (-1, one.source) or one.source == -1), None
-        )
-        if other is None:
+        fitting = (one for one in theirs if source in (-1, one.source) or one.source == -1)
+        if (other := next(fitting, None)) is None:
             mine.append(own)
         else:
             theirs.remove(other)
@@ -448,11 +437,8 @@ class ThreadGroup(_ProcessGroup):
             own.done.has_happened = True
         number = 0
         if shared.listener and peer >= 0:
-            channel = f"{self._key} {key[2]}"
-            own_rank, is_send = self.ranks[self._rank], to is not None
-            number = shared.listener.message(
-                own_rank, self.ranks[peer], tensor, channel, is_send=is_send
-            )
+            ends, channel = (self.ranks[self._rank], self.ranks[peer]), f"{self._key} {key[2]}"
+            number = shared.listener.message(*ends, tensor, channel, is_send=to is not None)
         return ThreadWork(shared, own.done, [tensor], own, number)
 
     def _join(
@@ -476,7 +462,7 @@ class ThreadGroup(_ProcessGroup):
             root=None if root is None else self.ranks[root],
         )
         own = self.ranks[self._rank]
-        shared.record(own, call)
+        shared.calls[own].append(call)
         under_way = shared.operations.get(key)
         if under_way is None:
             under_way = shared.operations[key] = Operation(call, compute)
@@ -519,13 +505,7 @@ def unseen() -> Iterator[None]:
 
 def user_site() -> str:
     """The line that called a collective: the innermost frame that is not torch's or this one's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not is_plumbing(file):
-            return show_place(file, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
-    return UNKNOWN
+    return call_site(places_of(traceback.walk_stack(sys._getframe(1)))) or UNKNOWN
 
 
 def _mark(tensors: Sequence[Tensor]) -> Any:

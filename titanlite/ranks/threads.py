@@ -67,13 +67,11 @@ class State:
         self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         self.dtype, self.deterministic = torch.get_default_dtype(), settings.deterministic()
         # NumPy needs longer for its state than for a turn, and few programs draw from it.
-        self.numpy: Any = None
         self.numpy_bytes = _numpy_bytes()
-        is_same = before is not None and before.numpy_bytes == self.numpy_bytes
-        if is_same and before is not None and not before.numpy["has_gauss"]:
-            self.numpy = before.numpy
+        if before is None or before.numpy_bytes != self.numpy_bytes or before.numpy["has_gauss"]:
+            self.numpy: Any = np.random.get_state(legacy=False)
         else:
-            self.numpy = np.random.get_state(legacy=False)
+            self.numpy = before.numpy
 
     def begin(self) -> None:
         """Let a rank start from this state of the process, with groups and tables of its own."""
@@ -257,7 +255,7 @@ class ThreadWorld(Unwatched):
             waits_in = (what.group, what.number) if isinstance(what, Call) else None
             account.calls = [
                 replace(call, is_done=(call.group, call.number) != waits_in)
-                for call in self.exchange.calls_of(rank)[-REMEMBERED_CALLS:]
+                for call in list(self.exchange.calls[rank])[-REMEMBERED_CALLS:]
             ]
             if isinstance(what, Message):
                 account.message = what

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ class Watch(Unwatched):
         self._axes: dict[str, str] = {}
         self._box = BlackBox(self._folder, place.rank, self._main)
         self._thread = threading.Thread(target=self._run, name="fault watch", daemon=True)
-        store.set(f"place/{place.rank}", ProcessRecord.of_this(self._box).to_json())
+        store.set(f"place/{place.rank}", json.dumps(asdict(ProcessRecord.of_this(self._box))))
         self._thread.start()
 
     def name_groups(self, axes: Mapping[str, str]) -> None:
@@ -262,7 +262,7 @@ class Watch(Unwatched):
         account = hang_state.take_account(
             self._rank, self._main, axes=self._axes, error=self._error
         )
-        self._store.set(f"account/{self._rank}", json.dumps(account.to_json()))
+        self._store.set(f"account/{self._rank}", json.dumps(asdict(account)))
         if is_reporter:
             self._report(account, reason)
         elif self._hears("verdict"):
@@ -317,7 +317,7 @@ class Watch(Unwatched):
                     accounts[rank] = Account(rank, finished=how)
                 elif self._store.check([f"account/{rank}"]):
                     answer = json.loads(self._store.get(f"account/{rank}"))
-                    accounts[rank] = Account.from_json(answer)
+                    accounts[rank] = Account.of_dict(answer)
                 elif is_late or self._is_out(rank):
                     absent[rank] = self._absent(rank)
             pending -= {*accounts, *absent}
@@ -332,8 +332,9 @@ class Watch(Unwatched):
 
     def _process(self, rank: int) -> ProcessRecord | None:
         """The process of a rank; None if it never joined."""
-        key = f"place/{rank}"
-        return ProcessRecord.from_json(self._store.get(key)) if self._store.check([key]) else None
+        if not self._store.check([f"place/{rank}"]):
+            return None
+        return ProcessRecord(**json.loads(self._store.get(f"place/{rank}")))
 
     def _absent(self, rank: int) -> Absent:
         process = self._process(rank)

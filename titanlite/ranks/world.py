@@ -112,16 +112,8 @@ def open_world(
         # Registered first, so that it runs after the watchdog's report, which needs the groups.
         exits.callback(_leave_group)
         if store is not None:
-            watch = exits.enter_context(
-                watching(
-                    place,
-                    store,
-                    init_timeout_seconds,
-                    traces,
-                    describe_place,
-                    on_gpu=device_type == "cuda",
-                )
-            )
+            of_watch = (place, store, init_timeout_seconds, traces, describe_place)
+            watch = exits.enter_context(watching(*of_watch, on_gpu=device_type == "cuda"))
         dist.init_process_group(
             backend,
             **meeting,

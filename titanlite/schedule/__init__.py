@@ -8,23 +8,16 @@ clock.py        runs the actions of ranks in virtual time, each as soon as it ca
 walk.py         checks that a schedule runs, and when; reports blocked ranks and missing work
 """
 
-from titanlite.schedule.actions import Action, Schedule, ScheduleError, parse_action
-from titanlite.schedule.generators import SCHEDULES, make_schedule, schedule_name
-from titanlite.schedule.table import read_csv, write_csv
-from titanlite.schedule.walk import Span, bubbles, check, run_schedule
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Schedule",
-    "ScheduleError",
-    "Span",
-    "bubbles",
-    "check",
-    "make_schedule",
-    "parse_action",
-    "read_csv",
-    "run_schedule",
-    "schedule_name",
-    "write_csv",
-]
+from titanlite.schedule.actions import Action as Action
+from titanlite.schedule.actions import Schedule as Schedule
+from titanlite.schedule.actions import ScheduleError as ScheduleError
+from titanlite.schedule.actions import parse_action as parse_action
+from titanlite.schedule.generators import SCHEDULES as SCHEDULES
+from titanlite.schedule.generators import make_schedule as make_schedule
+from titanlite.schedule.generators import schedule_name as schedule_name
+from titanlite.schedule.table import read_csv as read_csv
+from titanlite.schedule.table import write_csv as write_csv
+from titanlite.schedule.walk import Span as Span
+from titanlite.schedule.walk import bubbles as bubbles
+from titanlite.schedule.walk import check as check
+from titanlite.schedule.walk import run_schedule as run_schedule

@@ -35,9 +35,9 @@ def make_schedule(
     """
     name = schedule_name(name)
     kind = SCHEDULES[name]
-    if num_chunks is None:
-        num_chunks = kind.min_chunks
+    num_chunks = kind.min_chunks if num_chunks is None else num_chunks
     _check_counts(name, kind, num_ranks, num_microbatches, num_chunks)
+    # Millions of actions are made, and no cycles: the collector would only visit them all.
     with without_garbage_collection():
         actions = [
             kind.rank_actions(rank, num_ranks, num_microbatches, num_chunks)
@@ -49,7 +49,7 @@ def make_schedule(
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Millions of actions are made, and no cycles: the collector would only visit them all."""
+    """Inside, Python collects no garbage by itself."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

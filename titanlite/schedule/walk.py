@@ -4,6 +4,7 @@
 the work that is missing. `run_schedule` returns the times of a schedule that runs.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
@@ -142,7 +143,7 @@ def _completes(action: Action) -> tuple[Action, ...]:
 
 def _find_wrong_work(schedule: Schedule) -> Iterator[str]:
     last = schedule.num_stages - 1
-    counts: dict[tuple[int, int | None, str], int] = {}
+    counts: Counter[tuple[int, int | None, str]] = Counter()
     for rank in range(schedule.num_ranks):
         for action in schedule.compute(rank):
             stage, kind, microbatch, _ = action
@@ -152,14 +153,13 @@ def _find_wrong_work(schedule: Schedule) -> Iterator[str]:
             if schedule.stage_to_rank[stage] != rank:
                 place = schedule.stage_to_rank[stage]
                 yield f"{action} is on rank {rank}, but its stage is on rank {place}"
-            key = stage, microbatch, kind
-            counts[key] = counts.get(key, 0) + 1
-            if counts[key] == 2:
+            counts[stage, microbatch, kind] += 1
+            if counts[stage, microbatch, kind] == 2:
                 yield f"{action} runs twice"
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
             forward, full, inputs, weights = (
-                counts.get((stage, microbatch, kind), 0)
+                counts[stage, microbatch, kind]
                 for kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
             )
             if not forward:

@@ -192,9 +192,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Move the buffers of a model to `device`: CPU offload keeps only parameters on the CPU."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module.register_buffer(
-                name, buffer.to(device), name not in module._non_persistent_buffers_set
-            )
+            setattr(module, name, buffer.to(device))
 
 
 def has_buffers(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titanlite.errors import TitanliteError
 from titanlite.modules.batch import IGNORE_INDEX, Batch, call_model, join
@@ -124,9 +124,8 @@ def token_loss_sum(
         logits_BTV = logits_BTV.redistribute(placements=[Shard(logits_BTV.ndim - 1)]).to_local()
     logits, targets = logits_BTV.flatten(0, -2), targets_BT.flatten()
     weights = None if weights_BT is None else weights_BT.flatten().to(dtype)
-    is_large = logits.numel() * dtype.itemsize > LARGEST_CHUNK // (
-        64 if prefers_small_chunks(logits) else 4
-    )
+    share = 64 if prefers_small_chunks(logits) else 4
+    is_large = logits.numel() * dtype.itemsize > LARGEST_CHUNK // share
     # torch's own is faster for small logits, and where the compiler fuses the casts.
     if not (shards[0] or z_loss or (is_large and not torch.compiler.is_compiling())):
         wide, each = logits.to(dtype), "sum" if weights is None else "none"
@@ -260,8 +259,7 @@ class BatchLoss:
         self._total, self._groups, self._dims = total, tuple(groups), dims
 
     def __call__(self, outputs: Any, batch: Batch) -> Tensor:
-        values, spec = tree_flatten(outputs)
-        tensors = _tensors(values)
+        tensors = _tensors(outputs)
         dims = self._dims
         if dims is None or len(dims) != len(tensors):
             own = batch.num_sequences
@@ -273,13 +271,13 @@ class BatchLoss:
             kept = has_target.nonzero().flatten()
         pairs = zip(tensors, dims, strict=True)
         gathered = iter([self._gather(tensor, dim, kept) for tensor, dim in pairs])
-        values = [next(gathered) if isinstance(value, Tensor) else value for value in values]
+        everyone = tree_map_only(Tensor, lambda _: next(gathered), outputs)
         whole = Batch(
             {n: self._gather(f, batch.dims[n].batch, kept) for n, f in batch.fields.items()},
             batch.dims,
         )
         number = math.prod(group.size() for group in self._groups)
-        return self._total(tree_unflatten(values, spec), whole) / number
+        return self._total(everyone, whole) / number
 
     def _gather(self, tensor: Tensor, dim: int | None, kept: Tensor | None = None) -> Tensor:
         if isinstance(tensor, DTensor):
@@ -322,7 +320,7 @@ def batch_dims(model: nn.Module, sample: Batch) -> list[int | None] | None:
         with torch.no_grad():
             for number in (2, 3):
                 outputs = call_model(model, join([sample] * number))
-                sizes.append([tensor.shape for tensor in _tensors(tree_leaves(outputs))])
+                sizes.append([tensor.shape for tensor in _tensors(outputs)])
     except Exception:  # whatever a user's model raises on tensors without values
         return None
     return [
@@ -331,5 +329,5 @@ def batch_dims(model: nn.Module, sample: Batch) -> list[int | None] | None:
     ]
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    return [value for value in values if isinstance(value, Tensor)]
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]

@@ -114,9 +114,8 @@ def watching(parts: Mapping[int, nn.Module], findings: Findings) -> Iterator[Non
         watch = _Watch(stage, findings)
         handles.append(part.register_forward_pre_hook(watch.begin))
         for name, module in part.named_modules():
-            handles.append(
-                module.register_forward_hook(watch.make_output_hook(canonical_name(name)))
-            )
+            hook = watch.make_output_hook(canonical_name(name))
+            handles.append(module.register_forward_hook(hook))
     try:
         yield
     finally:

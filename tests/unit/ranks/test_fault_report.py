@@ -1,7 +1,7 @@
 """What is made of the accounts of several ranks: who is waited for, who went astray, and how."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -145,7 +145,7 @@ def test_without_a_recorder_the_one_that_does_not_wait_is_named():
 
 def test_an_account_survives_its_journey():
     sent = account(1, "AB", done=1, message=Message("recv", (0,), "x"), stack=["a"])
-    assert Account.from_json(sent.to_json()) == sent
+    assert Account.of_dict(asdict(sent)) == sent
 
 
 def test_ranks_send_different_numbers_of_tokens():

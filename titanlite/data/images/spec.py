@@ -80,12 +80,9 @@ class ImageSpec(DatasetSpec):
             for name, size, own in zip(SIDES, needed, shape, strict=True)
             if size not in (None, own)
         ]
+        limits = zip(SIDES, (self.max_height, self.max_width, None), shape, strict=True)
         changes += [
-            f"model.{name} to at most {limit}"
-            for name, limit, own in zip(
-                SIDES[:2], (self.max_height, self.max_width), shape[:2], strict=True
-            )
-            if limit is not None and own > limit
+            f"model.{name} to at most {most}" for name, most, own in limits if most and own > most
         ]
         if shape_of(model) is None and math.prod(shape) != seq_len:
             is_given = getattr(model, "seq_len", None) is None
@@ -105,14 +102,8 @@ class ImageSpec(DatasetSpec):
     def make(self, *, model: Any, seq_len: int, **arguments: Any) -> Dataset:
         shape = self.shape(model, seq_len)
         assert shape is not None
-        height, width, channels = shape
-        return self.builder(
-            height=height,
-            width=width,
-            channels=channels,
-            vocab_size=_vocabulary(model),
-            **arguments,
-        )
+        sizes = dict(zip(("height", "width", "channels"), shape, strict=True))
+        return self.builder(**sizes, vocab_size=_vocabulary(model), **arguments)
 
     @property
     def size(self) -> str:
@@ -164,3 +155,4 @@ SYNTHETIC = ImageSpec(
     "generated patterns of any shape and vocabulary, for tests",
     "titanlite.data.images.synthetic:build_synthetic",
 )
+IMAGES = (DIGITS, PHOTOS, CIFAR10, SYNTHETIC)

@@ -41,35 +41,28 @@ def build_text(
     parts: tuple[str, ...] = (TRAIN,) if split == "train" else (HELD_OUT,)
     if spec.keys.validates_elsewhere:
         parts = PARTS
-    tokenizer = spec.tokenizer
-    section = path_key.partition(".")[0]
-    source = spec.hub_source(path)
-    key = path_key if path else f"{section}.dataset"
-    if isinstance(spec, ChatSpec):
-        assert tokenizer is not None
-        files = find_files(path, path_key, spec.pattern) if path else []
-        folder = spec.keys.dump_folder
-        corpus = chat_corpus(files, path, path_key, tokenizer, folder)
-        source_name = "conversations" if path else f"conversations, {python_name()}"
-        stream = stream_of([corpus[part] for part in parts], source_name)
-    elif spec.name == "tokens":
+    tokenizer, folder = spec.tokenizer, spec.keys.dump_folder
+    source, hub_split = spec.hub_source(path), spec.hub_split
+    key = path_key if path else f"{path_key.partition('.')[0]}.dataset"
+    if spec.name == "tokens":
         stream = _stream_of_tokens(spec, model, path, path_key, parts)
-    elif source is not None:
-        assert tokenizer is not None
-        assert spec.hub_split is not None
-        folder = spec.keys.dump_folder
-        files = arrow_files(source, spec.hub_split, key, folder, refresh=refresh)
-        corpus = text_corpus(files, str(files[0].parent), key, spec.hub_split, tokenizer, folder)
-        stream = stream_of([corpus[part] for part in parts], f"{source}, {spec.hub_split}")
-    elif spec.needs_path or path:
-        assert tokenizer is not None
-        files = find_files(path, path_key, spec.pattern)
-        corpus = text_corpus(files, path, path_key, spec.pattern, tokenizer, spec.keys.dump_folder)
-        stream = stream_of([corpus[part] for part in parts], "text")
     else:
         assert tokenizer is not None
-        corpus = manual_corpus(tokenizer)
-        stream = stream_of([corpus[part] for part in parts], python_name())
+        if isinstance(spec, ChatSpec):
+            files = find_files(path, path_key, spec.pattern) if path else []
+            corpus = chat_corpus(files, path, path_key, tokenizer, folder)
+            name = "conversations" if path else f"conversations, {python_name()}"
+        elif source is not None and hub_split is not None:
+            files = arrow_files(source, hub_split, key, folder, refresh=refresh)
+            corpus = text_corpus(files, str(files[0].parent), key, hub_split, tokenizer, folder)
+            name = f"{source}, {hub_split}"
+        elif spec.needs_path or path:
+            files = find_files(path, path_key, spec.pattern)
+            corpus = text_corpus(files, path, path_key, spec.pattern, tokenizer, folder)
+            name = "text"
+        else:
+            corpus, name = manual_corpus(tokenizer), python_name()
+        stream = stream_of([corpus[part] for part in parts], name)
     end = None
     if not spec.keys.attend_across_documents:
         if tokenizer is None:

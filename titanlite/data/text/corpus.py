@@ -410,11 +410,8 @@ def _valid(place: Path, stamp: list[Any]) -> dict[str, Any] | None:
 
 def _stamp(files: Sequence[Path], root: Path) -> list[Any]:
     """What changes if a file changes: names, sizes and times."""
-    found = []
-    for file in files:
-        about = file.stat()
-        found.append([os.path.relpath(file.absolute(), root), about.st_size, about.st_mtime_ns])
-    return found
+    known = [(os.path.relpath(file.absolute(), root), file.stat()) for file in files]
+    return [[name, about.st_size, about.st_mtime_ns] for name, about in known]
 
 
 @contextlib.contextmanager

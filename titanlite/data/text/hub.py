@@ -77,9 +77,7 @@ def _load(source: str, split: str, key: str) -> list[Path]:
 
 def _recorded(record: Path) -> list[Path] | None:
     try:
-        files = [
-            Path(file) for file in json.loads(read_bytes(record, most_bytes=MOST_RECORD_BYTES))
-        ]
+        files = list(map(Path, json.loads(read_bytes(record, most_bytes=MOST_RECORD_BYTES))))
     except (OSError, ValueError, TypeError):
         return None
     return files if files and all(file.is_file() for file in files) else None

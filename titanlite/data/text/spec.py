@@ -195,3 +195,4 @@ HF_VALIDATION = replace(
     description="the split `validation` of such a data set",
     hub_split="validation",
 )
+TEXTS = (PYDOC, TEXT, CHAT, TOKENS, HF, HF_VALIDATION, C4, C4_TEST, C4_VALIDATION)

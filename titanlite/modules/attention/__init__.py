@@ -6,16 +6,10 @@ kernels.py    attention of one block, with its log-sum-exp
 layout.py     which tokens each rank holds
 """
 
-from titanlite.modules.attention.dense import CausalAttention, KeyValueCache
-from titanlite.modules.attention.kernels import choose_kernel, explain_choice
-from titanlite.modules.attention.layout import LAYOUTS, Layout, make_layout
-
-__all__ = [
-    "LAYOUTS",
-    "CausalAttention",
-    "KeyValueCache",
-    "Layout",
-    "choose_kernel",
-    "explain_choice",
-    "make_layout",
-]
+from titanlite.modules.attention.dense import CausalAttention as CausalAttention
+from titanlite.modules.attention.dense import KeyValueCache as KeyValueCache
+from titanlite.modules.attention.kernels import choose_kernel as choose_kernel
+from titanlite.modules.attention.kernels import explain_choice as explain_choice
+from titanlite.modules.attention.layout import LAYOUTS as LAYOUTS
+from titanlite.modules.attention.layout import Layout as Layout
+from titanlite.modules.attention.layout import make_layout as make_layout

@@ -134,10 +134,9 @@ def apply_ac(
         raise TitanliteError(
             f"apply_ac: memory_budget {memory_budget} is out of range; give 0 to 1"
         )
-    if mode == "none":
-        return RecomputationReport(())
     if mode == "memory_budget":
         settings.change(settings.MEMORY_BUDGET, memory_budget)
+    if mode in ("none", "memory_budget"):
         return RecomputationReport(())
     settings.ignore_when_saving(IGNORED_OPERATORS)
     options: dict[str, Any] = {
@@ -151,9 +150,8 @@ def apply_ac(
         tally = OperatorTally()
         shapes = _transposed_weight_shapes(model, recompute_mm_of)
         options["context_fn"] = partial(_selective_contexts, shapes, tally)
-    else:
-        if save_cpu_attention:
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, [CPU_ATTENTION])
+    elif save_cpu_attention:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, [CPU_ATTENTION])
     container = find_container(model, plan, "activation checkpointing")
     wrapped = []
     for index, (key, block) in enumerate(list(container.named_children())):

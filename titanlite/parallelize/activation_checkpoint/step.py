@@ -7,7 +7,6 @@ from titanlite.plan_row import PlanRow
 
 
 def apply(part: Part) -> PlanRow:
-    """Save fewer activations and recompute the others."""
     model, config, dims = part.model, part.config, part.dims
     section = config.activation_checkpoint
     compiled = config.compile.enable and "model" in config.compile.components

@@ -7,8 +7,7 @@ reduce-scatter, by one fused operator where it can; `Fusions` counts these opera
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -50,54 +49,31 @@ def describe_rings(rings: Mapping[str, str]) -> str:
     return f"{num_gathers} {GATHER} and {sum(counts.values())} {SCATTER} pairs are rings"
 
 
-@dataclass(frozen=True)
-class RingProduct:
-    """The product of one chunk in a ring: its module, rows, input and output features."""
-
-    name: str
-    rows: int
-    num_in: int
-    num_out: int
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.rows * self.num_in * self.num_out
-
-    def describe(self) -> str:
-        return f"{self.name}: {self.rows} x {self.num_in} x {self.num_out}"
-
-
-def ring_products(
+def warn_of_small_chunks(
     model: nn.Module, plan: ParallelPlan, num_ranks: int, num_tokens: int
-) -> list[RingProduct]:
-    """The chunk products on one rank if the plan's styles run as rings; `model` is unsharded.
+) -> str:
+    """A warning if rings in blocks compiled for CPU are likely slower than collectives, or "".
 
-    `num_tokens` is the number of tokens (sequences times length) that the tp ranks process at once.
+    `model` is unsharded; the tp ranks process `num_tokens` (sequences times length) at once.
     """
-    rows, found = num_tokens // num_ranks, []
+    rows, smallest, least = num_tokens // num_ranks, "", LEAST_COMPILED_FLOPS
     for pattern, style in plan.tensor_parallel.items():
         for name, module in match_modules(model, pattern).items():
             layer: Any = module
             if isinstance(style, GatherColwise):
                 weights = [layer.get_submodule(own).weight for own in style.layers]
-                num_out = sum(weight.size(0) for weight in weights) // num_ranks
-                found.append(RingProduct(name, rows, weights[0].size(1), num_out))
+                num_in, num_out = weights[0].size(1), sum(map(len, weights)) // num_ranks
             elif isinstance(style, RowwiseLocal):
-                num_out, num_in = layer.weight.shape
-                found.append(RingProduct(name, rows, num_in // num_ranks, num_out))
-    return found
-
-
-def warn_of_small_chunks(products: Iterable[RingProduct]) -> str:
-    """A warning if rings in blocks compiled for CPU are likely slower than collectives, or ""."""
-    smallest = min(products, key=lambda product: product.flops, default=None)
-    if smallest is None or smallest.flops >= LEAST_COMPILED_FLOPS:
-        return ""
-    return (
+                num_in, num_out = layer.weight.size(1) // num_ranks, layer.weight.size(0)
+            else:
+                continue
+            if (flops := 2 * rows * num_in * num_out) < least:
+                smallest, least = f"{name}: {rows} x {num_in} x {num_out}", flops
+    return smallest and (
         "warning: parallelism.enable_async_tensor_parallel: compiled for CPU, rings are likely to "
         "take up to 1.1 times as long as collectives here, unless the link is slow: a chunk's "
-        f"product ({smallest.describe()}) is {smallest.flops / 1e6:.2g} MFLOP; they pay off from "
-        f"about {LEAST_COMPILED_FLOPS / 1e6:.0f} MFLOP"
+        f"product ({smallest}) is {least / 1e6:.2g} MFLOP; they pay off from about "
+        f"{LEAST_COMPILED_FLOPS / 1e6:.0f} MFLOP"
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from titanlite.errors import nearest, quote
-from titanlite.fields import MODEL, OWN, Section, key, reads
+from titanlite.fields import MODEL, Section, extra_key, key, reads
 from titanlite.mesh.parallel_dims import divisors
 from titanlite.parallelize.feature import Feature, Variation
 
@@ -21,10 +21,8 @@ class AsyncTensorParallelKeys(Section):
     enable_async_tensor_parallel: bool = key(
         False, "TP: overlap communication with matrix products"
     )
-    async_tensor_parallel_backend: Literal["auto", "symmetric_memory", "ring"] = key(
-        "auto",
-        "async TP: symmetric_memory (GPUs, compiled model) or ring; auto: by device",
-        torchtitan=OWN,
+    async_tensor_parallel_backend: Literal["auto", "symmetric_memory", "ring"] = extra_key(
+        "auto", "async TP: symmetric_memory (GPUs, compiled model) or ring; auto: by device"
     )
 
     def overlap_backend(self, device_type: str) -> Literal["symmetric_memory", "ring"] | None:

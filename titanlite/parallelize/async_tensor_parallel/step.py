@@ -11,7 +11,6 @@ from titanlite.parallelize.async_tensor_parallel.apply import (
     describe_rings,
     enable_symmetric_memory,
     has_ring_styles,
-    ring_products,
     warn_of_small_chunks,
 )
 from titanlite.parallelize.part import FeatureStep, Part
@@ -20,7 +19,6 @@ from titanlite.plan_row import PlanRow
 
 
 def apply(part: Part) -> PlanRow:
-    """Overlap the communication over the tp axis with matrix products."""
     meshes, plan, whole = part.meshes, part.plan, part.whole
     assert meshes.tp is not None
     feature = "async tensor parallel"
@@ -53,7 +51,7 @@ def warn_of_slow_rings(
     if resolved.pipeline is not None:
         at_once = resolved.pipeline.microbatch_size
     num_tokens = at_once * resolved.seq_len // dims.num_token_shards
-    return warn_of_small_chunks(ring_products(model, plan, dims.tp, num_tokens))
+    return warn_of_small_chunks(model, plan, dims.tp, num_tokens)
 
 
 def watch_fusions(

@@ -115,11 +115,7 @@ def _refuse_changed_buffers(compiled: nn.Module, block: nn.Module, name: str) ->
 
 
 def _wait_for_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_wait(value) if isinstance(value, Tensor) else value for value in inputs)
-
-
-def _wait(tensor: Tensor) -> Tensor:
-    return _Wait.apply(tensor) if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return tuple(_Wait.apply(x) if isinstance(x, AsyncCollectiveTensor) else x for x in inputs)
 
 
 class _Wait(torch.autograd.Function):

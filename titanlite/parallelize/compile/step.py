@@ -6,7 +6,6 @@ from titanlite.plan_row import PlanRow
 
 
 def apply(part: Part) -> PlanRow:
-    """Compile block by block."""
     section = part.config.compile
     requested = " + ".join(section.components)
     notes = []

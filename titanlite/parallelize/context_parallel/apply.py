@@ -12,9 +12,8 @@ from titanlite.modules.attention import LAYOUTS, Layout
 from titanlite.modules.batch import takes
 from titanlite.parallelize.arguments import Plan, as_plan, check_choice, check_mesh
 from titanlite.parallelize.context_parallel.ring import RingAttention
+from titanlite.parallelize.context_parallel.rotation import ROTATE_METHODS
 from titanlite.parallelize.plan import find_container
-
-ROTATIONS = ("alltoall", "allgather")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def apply_cp(
     """
     plan = as_plan("apply_cp", model, plan, axis="cp")
     check_mesh("apply_cp", "cp_mesh", cp_mesh)
-    check_choice("apply_cp", "rotate_method", rotate_method, ROTATIONS)
+    check_choice("apply_cp", "rotate_method", rotate_method, list(ROTATE_METHODS))
     if not isinstance(layout, Layout):
         check_choice("apply_cp", "layout", layout, list(LAYOUTS))
     blocks = dict(find_container(model, plan, "context parallelism").named_children())

@@ -63,16 +63,11 @@ def _context_parallel(job: "Draft") -> Iterator[str]:
     chunks = 2 if layout == "headtail" else 1
     if job.seq_len % (job.dims.cp * chunks * job.dims.tp):
         # TP alone is checked with the model's other sizes.
-        legal = [
-            degree
-            for degree in divisors(job.seq_len)
-            if job.seq_len % (degree * chunks * job.dims.tp) == 0
-        ]
-        factors = " x ".join(
-            [f"context_parallel_degree {job.dims.cp}"]
-            + (['2 ("headtail")'] if chunks == 2 else [])
-            + ([f"tensor_parallel_degree {job.dims.tp}"] if job.dims.tp > 1 else [])
-        )
+        rest = chunks * job.dims.tp
+        legal = [degree for degree in divisors(job.seq_len) if job.seq_len % (degree * rest) == 0]
+        factors = f"context_parallel_degree {job.dims.cp}"
+        factors += ' x 2 ("headtail")' if chunks == 2 else ""
+        factors += f" x tensor_parallel_degree {job.dims.tp}" if job.dims.tp > 1 else ""
         advice = f"give {nearest(job.dims.cp, legal)}" if legal else "use fewer ranks"
         yield (
             f"parallelism.context_parallel_degree: the {job.seq_len} tokens of a sequence "

@@ -9,14 +9,10 @@ from titanlite.plan_row import PlanRow
 
 
 def apply(part: Part) -> PlanRow:
-    """Shard sequences over the cp axis, with ring attention."""
     model, config, meshes = part.model, part.config, part.meshes
     assert meshes.cp is not None
-    parallelism = config.parallelism
-    layout, rotation = (
-        parallelism.context_parallel_load_balancer,
-        parallelism.context_parallel_rotate_method,
-    )
+    layout = config.parallelism.context_parallel_load_balancer
+    rotation = config.parallelism.context_parallel_rotate_method
     report = apply_cp(model, meshes.cp, layout=layout, rotate_method=rotation, plan=part.plan)
     dtype = DTYPES[config.training.param_dtype]
     model_config: Any = getattr(model, "config", None)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanlite.errors import TitanliteError
@@ -22,7 +22,7 @@ from titanlite.modules.experts.dispatch import Exchange
 from titanlite.modules.gradient_sums import clear_sums, sum_gradient
 from titanlite.parallelize.arguments import Plan, as_plan, check_mesh, check_model
 from titanlite.parallelize.tensor_parallel.apply import shards_sequence
-from titanlite.parallelize.tensor_parallel.styles import _local, distribute, replace_forward
+from titanlite.parallelize.tensor_parallel.styles import _local, distribute, moved, replace_forward
 
 
 class GateLocal(ParallelStyle):
@@ -114,13 +114,8 @@ def _shard_tokens(module: Any, tp_mesh: DeviceMesh, name: str) -> None:
                 f"{name}: the {tp_mesh.size()} ranks of tp do not divide its {len(wholes[0])} "
                 "tokens; give a sequence length or a tensor-parallel degree that fits"
             )
-        own = (_moved(whole, tp_mesh, Replicate(), Shard(0)) for whole in wholes)
-        return _moved(routed(*own, **more), tp_mesh, Shard(0), Replicate())
+        own = (moved(whole, tp_mesh, Replicate(), Shard(0)) for whole in wholes)
+        return moved(routed(*own, **more), tp_mesh, Shard(0), Replicate())
 
     # An attribute of the instance comes before the method of the class.
     module.__dict__["_routed"] = of_shard
-
-
-def _moved(x: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Tensor:
-    placed = DTensor.from_local(x, mesh, [given], run_check=False)
-    return placed.redistribute(placements=[wanted]).to_local()

@@ -7,7 +7,6 @@ from titanlite.plan_row import PlanRow
 
 
 def apply(part: Part) -> PlanRow:
-    """Spread experts over ranks."""
     meshes, dims = part.meshes, part.dims
     feature = "expert parallel"
     report = apply_ep(part.model, meshes.ep, tp_mesh=meshes.tp, cp_mesh=meshes.cp, plan=part.plan)
@@ -15,17 +14,12 @@ def apply(part: Part) -> PlanRow:
     if not known or meshes.experts is None:
         return PlanRow(feature, "off", "off")
     number = next(iter(known.values())).num_experts
-    blocks = f"{len(report.layers)} blocks of {number} experts"
-    replicas, shards = dims.num_replicas, dims.num_expert_shards
-    notes = [blocks]
-    if dims.ep_enabled:
-        notes.append(f"{number // dims.ep} on each rank of ep")
-    else:
-        notes.append("not cut by tp")
-    if shards > 1:
-        notes.append(f"each expert sharded {shards} ways by FSDP2")
-    if replicas > 1:
-        notes.append(f"{replicas} replicas")
+    notes = [f"{len(report.layers)} blocks of {number} experts"]
+    notes.append(f"{number // dims.ep} on each rank of ep" if dims.ep_enabled else "not cut by tp")
+    if dims.num_expert_shards > 1:
+        notes.append(f"each expert sharded {dims.num_expert_shards} ways by FSDP2")
+    if dims.num_replicas > 1:
+        notes.append(f"{dims.num_replicas} replicas")
     name = f"EP {dims.ep}" if dims.ep_enabled else "off"
     return PlanRow(feature, name, name if report.layers else "off", "; ".join(notes))
 

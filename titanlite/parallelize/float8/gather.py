@@ -51,7 +51,16 @@ class Float8Shard(torch.Tensor):
         assert isinstance(module, Float8Linear)
         with module.while_scaling("cast"):
             shard = _as_computed(self.as_subclass(torch.Tensor), mp_policy.param_dtype)
-            return _bytes_to_gather(shard, mesh, outer_size, module)
+            amax = _precomputed(module)
+            if amax is None:
+                groups = _groups_of(module, mesh.get_group(), outer_size)
+                (amax,) = reduce_max([(amax_of(shard, None), groups)])
+            recipe = module.recipe
+            data, scale = cast(shard, scale_of(amax, recipe.dtype, recipe), recipe.dtype)
+            rows = math.ceil(outer_size[0] / mesh.size())
+            # gloo's collectives do not support float8, and FSDP2 gathers shards of equal size.
+            padded = nn.functional.pad(data.view(torch.uint8), (0, 0, 0, rows - data.size(0)))
+            return (padded,), (scale, outer_size)
 
     def fsdp_post_all_gather(
         self,
@@ -71,21 +80,6 @@ class Float8Shard(torch.Tensor):
         # These are views of memory that FSDP2 frees itself, so no inner tensors are returned.
         data8 = data.narrow(0, 0, size[0]).view(torch.float8_e4m3fn)
         return Float8Weight(data8, scale, param_dtype), ()
-
-
-def _bytes_to_gather(
-    shard: Tensor, mesh: DeviceMesh, outer_size: torch.Size, module: Float8Linear
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, torch.Size]]:
-    amax = _precomputed(module)
-    if amax is None:
-        groups = _groups_of(module, mesh.get_group(), outer_size)
-        (amax,) = reduce_max([(amax_of(shard, None), groups)])
-    recipe = module.recipe
-    data, scale = cast(shard, scale_of(amax, recipe.dtype, recipe), recipe.dtype)
-    rows = math.ceil(outer_size[0] / mesh.size())
-    # gloo's collectives do not support float8, and FSDP2 gathers shards of equal size.
-    padded = nn.functional.pad(data.view(torch.uint8), (0, 0, 0, rows - data.size(0)))
-    return (padded,), (scale, outer_size)
 
 
 def gather_in_float8(model: nn.Module) -> int:
@@ -179,11 +173,7 @@ def _sharded_weights(model: nn.Module) -> list[Any]:
         if isinstance(module, FSDPModule):
             for fsdp_param in (one for group in fsdp_groups(module) for one in group.fsdp_params):
                 info = fsdp_param._module_info
-                is_shared = fsdp_param.mesh_info.shard_mesh_size > 1
-                if (
-                    is_shared
-                    and isinstance(info.module, Float8Linear)
-                    and info.param_name == "weight"
-                ):
+                is_weight = isinstance(info.module, Float8Linear) and info.param_name == "weight"
+                if is_weight and fsdp_param.mesh_info.shard_mesh_size > 1:
                     found.append(fsdp_param)
     return found

@@ -11,7 +11,6 @@ multiplied in the layer's dtype, at least float32.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -242,13 +242,9 @@ class Float8Linear(nn.Linear):
             weight.to_local(grad_placements=[weight_gradient]),
         )
         shape = torch.Size((*x.shape[:-1], self.out_features))
+        stride = make_contiguous_strides_for(shape)
         whole = DTensor.from_local(
-            product,
-            mesh,
-            [output],
-            run_check=False,
-            shape=shape,
-            stride=tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))),
+            product, mesh, [output], run_check=False, shape=shape, stride=stride
         )
         return whole if self.bias is None else whole + self.bias
 
@@ -457,8 +453,11 @@ def _multiply(a: Cast, b: Cast, dtype: torch.dtype, scaling: Scaling, *, fast: b
         a = Cast(a.data, a.scale.expand(a.data.size(0), 1))
         b = Cast(b.data, b.scale.expand(b.data.size(0), 1))
     a_data, b_data = a.data.contiguous(), b.data.contiguous()
-    if missing := -a_data.size(1) % MULTIPLE:
-        a_data, b_data = (_with_zeros(data, missing) for data in (a_data, b_data))
+    if missing := -a_data.size(1) % MULTIPLE:  # append columns of zeros
+        a_data, b_data = (
+            nn.functional.pad(data.view(torch.uint8), (0, missing)).view(data.dtype)
+            for data in (a_data, b_data)
+        )
     return addmm_float8_unwrapped(
         a_data,
         a.scale.contiguous(),
@@ -467,11 +466,6 @@ def _multiply(a: Cast, b: Cast, dtype: torch.dtype, scaling: Scaling, *, fast: b
         output_dtype=dtype,
         use_fast_accum=fast,
     )
-
-
-def _with_zeros(data: Tensor, count: int) -> Tensor:
-    """A float8 matrix with `count` columns of zeros appended."""
-    return nn.functional.pad(data.view(torch.uint8), (0, count)).view(data.dtype)
 
 
 def _multiply_joined(

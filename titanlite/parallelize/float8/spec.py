@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.errors import quote
-from titanlite.fields import OWN, Name, Section, Values, key, reads
+from titanlite.fields import Name, Section, Values, extra_key, key, reads
 from titanlite.parallelize.async_tensor_parallel.spec import ASYNC_TP
 from titanlite.parallelize.feature import Feature, Variation
 from titanlite.parallelize.fsdp.spec import SHARDED
@@ -31,10 +31,8 @@ class Float8Section(Section):
     filter_fqns: Values[Name] = key(
         (), "parts of names of layers not to convert; auto_filter_small_kn: small layers"
     )
-    local_scales: bool = key(
-        False,
-        "scale by each rank's own tokens, as torchao does; the numbers depend on the plan",
-        torchtitan=OWN,
+    local_scales: bool = extra_key(
+        False, "scale by each rank's own tokens, as torchao does; the numbers depend on the plan"
     )
     emulate: bool = key(False, "emulate float8, even if the hardware supports it")
 
@@ -61,16 +59,14 @@ def _float8(job: "Draft") -> Iterator[str]:
             f"{ASYNC_TP}: it does not support float8 scales; set it to false, or remove "
             f'"{SECTION}" from model.converters'
         )
-    if section.enable_fsdp_float8_all_gather and section.recipe != "tensorwise":
+    is_gathered = section.enable_fsdp_float8_all_gather
+    if is_gathered and section.recipe != "tensorwise":
         yield (
             f"{SECTION}.enable_fsdp_float8_all_gather: {quote(section.recipe)} scales rows and "
             "columns separately, but a gathered weight has one scale; set it to false, or set "
             'recipe_name to "tensorwise"'
         )
-    if (
-        section.precompute_float8_dynamic_scale_for_fsdp
-        and not section.enable_fsdp_float8_all_gather
-    ):
+    if section.precompute_float8_dynamic_scale_for_fsdp and not is_gathered:
         yield (
             f"{SECTION}.precompute_float8_dynamic_scale_for_fsdp: has no effect unless weights are "
             "gathered in float8; set enable_fsdp_float8_all_gather = true, or remove this key"

@@ -24,7 +24,6 @@ from titanlite.plan_row import PlanRow
 
 
 def apply(part: Part) -> PlanRow:
-    """Convert linear layers to float8."""
     config, dims, meshes = part.config, part.dims, part.meshes
     section = config.section(Float8Section)
     recipe = section.recipe

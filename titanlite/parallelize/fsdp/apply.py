@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -100,7 +101,8 @@ def apply_fsdp(
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
-    _check_experts(model, expert_mesh)
+    if expert_mesh is None:
+        _refuse_spread_experts(model)
     scalars = _keep_scalars(model, dp_mesh)
     left = {id(p) for p in model.parameters() if p not in scalars}
 
@@ -140,7 +142,7 @@ def apply_fsdp(
     for block in blocks.values():
         reshard_block = always if block is last_block else reshard
         if expert_mesh is not None:
-            place = _placement_of_experts(expert_mesh)
+            place = partial(_place_expert, num_ranks=expert_mesh.size(expert_mesh.ndim - 1))
             for layer in expert_layers([block]).values():
                 # FSDP2 sums their gradients over the ranks of tp, too.
                 clear_sums(layer.experts)
@@ -189,10 +191,9 @@ def _keep_scalars(model: nn.Module, dp_mesh: DeviceMesh) -> set[nn.Parameter]:
     return scalars
 
 
-def _check_experts(model: nn.Module, expert_mesh: DeviceMesh | None) -> None:
-    """Experts of expert parallelism are reduced over other ranks than all other weights."""
+def _refuse_spread_experts(model: nn.Module) -> None:
     for name, layer in expert_layers([model]).items():
-        if expert_mesh is None and layer.experts.exchange is not None:
+        if layer.experts.exchange is not None:
             raise TitanliteError(
                 f"apply_fsdp: the experts of {name} are spread over the ranks of ep, so their "
                 "gradients are reduced over other ranks than those of other weights; give "
@@ -200,14 +201,9 @@ def _check_experts(model: nn.Module, expert_mesh: DeviceMesh | None) -> None:
             )
 
 
-def _placement_of_experts(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
-    """By expert (dimension 0), or by rows if some ranks of the last axis of `mesh` had none."""
-    num_ranks = mesh.size(mesh.ndim - 1)
-
-    def place(parameter: nn.Parameter) -> Shard:
-        return Shard(expert_shard_dim(local_part(parameter).size(0), num_ranks))
-
-    return place
+def _place_expert(parameter: nn.Parameter, num_ranks: int) -> Shard:
+    """By expert (dimension 0), or by rows if some of `num_ranks` had none."""
+    return Shard(expert_shard_dim(local_part(parameter).size(0), num_ranks))
 
 
 def _outer_units(

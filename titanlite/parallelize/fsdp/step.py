@@ -7,7 +7,6 @@ from titanlite.plan_row import PlanRow
 
 
 def apply(part: Part) -> PlanRow:
-    """Shard with FSDP2, or replicate with DDP."""
     model, config, dims, meshes = part.model, part.config, part.dims, part.meshes
     training, parallelism = config.training, config.parallelism
     param, reduce = training.param_dtype, training.reduce_dtype
@@ -19,9 +18,8 @@ def apply(part: Part) -> PlanRow:
         if dims.num_replicas == 1:
             return PlanRow("data parallel", requested, "off")
         report = part.ddp(model, meshes.dp[dims.replica_dim], compiled=config.compile.enable)
-        return PlanRow(
-            "data parallel", requested, requested, f"buckets of {report.bucket_cap_mb} MB"
-        )
+        note = f"buckets of {report.bucket_cap_mb} MB"
+        return PlanRow("data parallel", requested, requested, note)
     own_shards = meshes.experts is not None and dims.num_expert_shards > 1
     pins = training.cpu_offload_pin_memory and part.hardware.can_pin(meshes.world.device_type)
     units = apply_fsdp(
@@ -38,25 +36,22 @@ def apply(part: Part) -> PlanRow:
     ).num_units
     num_shards = dims.num_weight_shards
     active = _data_parallel_name(dims.num_replicas, num_shards)
-    notes = ["1 unit" if units == 1 else f"{units} units"]
+    notes = [f"{units} unit{'s' * (units != 1)}"]
     notes.append(f"reshard after forward: {parallelism.fsdp_reshard_after_forward}")
     if dims.cp_enabled:
         reason = f"the {dims.cp} ranks of cp share one set of weights, so FSDP2 shards over them"
         notes.insert(0, reason)
     if num_shards == 1:
         active = f"HSDP {dims.num_replicas} x 1" if dims.num_replicas > 1 else "FSDP 1"
-        reasons = [
-            reason
-            for reason, applies in (
-                ("replicas of tensor-parallel shards", dims.num_replicas > 1 and dims.tp > 1),
-                ("replicas of stages", dims.num_replicas > 1 and dims.pp > 1 and dims.tp == 1),
-                ("mixed precision", is_mixed),
-                ("CPU offload", training.enable_cpu_offload),
-                (f"experts sharded over the {dims.num_expert_shards} ranks of efsdp", own_shards),
-            )
-            if applies
-        ]
-        notes.insert(0, f"FSDP2 with one shard, for {', '.join(reasons)}")
+        reasons = {
+            "replicas of tensor-parallel shards": dims.num_replicas > 1 and dims.tp > 1,
+            "replicas of stages": dims.num_replicas > 1 and dims.pp > 1 and dims.tp == 1,
+            "mixed precision": is_mixed,
+            "CPU offload": training.enable_cpu_offload,
+            f"experts sharded over the {dims.num_expert_shards} ranks of efsdp": own_shards,
+        }
+        why = ", ".join(reason for reason, applies in reasons.items() if applies)
+        notes.insert(0, f"FSDP2 with one shard, for {why}")
     if is_mixed:
         notes.append(f"computes in {param}, reduces in {reduce}")
     if training.enable_cpu_offload:

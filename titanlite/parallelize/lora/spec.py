@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeInt, PositiveFloat
 
-from titanlite.fields import OWN, Name, Section, Values, key, reads
+from titanlite.fields import Name, Section, Values, extra_key, reads
 from titanlite.parallelize.async_tensor_parallel.spec import ASYNC_TP
 from titanlite.parallelize.feature import Feature
 
@@ -16,21 +16,18 @@ if TYPE_CHECKING:
 class LoRA(Section):
     """Fine-tuning by adapters of low rank; all other weights are frozen"""
 
-    rank: NonNegativeInt = key(0, "rank of the adapters; 0: none", torchtitan=OWN)
-    alpha: PositiveFloat = key(16.0, "updates are scaled by alpha / rank", torchtitan=OWN)
-    dropout: float = key(0.0, "dropout of the adapters' inputs", torchtitan=OWN, ge=0, lt=1)
-    target_modules: Values[Name] = key(
-        (),
-        "ends of names of linear layers to adapt, such as wq; if empty, all in the blocks",
-        torchtitan=OWN,
+    rank: NonNegativeInt = extra_key(0, "rank of the adapters; 0: none")
+    alpha: PositiveFloat = extra_key(16.0, "updates are scaled by alpha / rank")
+    dropout: float = extra_key(0.0, "dropout of the adapters' inputs", ge=0, lt=1)
+    target_modules: Values[Name] = extra_key(
+        (), "ends of names of linear layers to adapt, such as wq; if empty, all in the blocks"
     )
-    save_merged: bool = key(
+    save_merged: bool = extra_key(
         False,
         "checkpoint.last_save_in_hf: the whole model, instead of the adapters in peft's format",
-        torchtitan=OWN,
     )
-    init_lora_weights: bool = key(
-        True, "B starts at zero; false: random, as titanlite verify needs it", torchtitan=OWN
+    init_lora_weights: bool = extra_key(
+        True, "B starts at zero; false: random, as titanlite verify needs it"
     )
 
     @property

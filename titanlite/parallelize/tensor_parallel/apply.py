@@ -178,9 +178,8 @@ def shards_sequence(plan: ParallelPlan) -> bool:
 
 
 def _has_sequence_shards(style: ParallelStyle) -> bool:
-    if isinstance(style, GatherColwise | RowwiseLocal | NormLocal | SequenceParallel):
-        return True
-    if not isinstance(style, KNOWN_STYLES):
+    sharding = isinstance(style, GatherColwise | RowwiseLocal | NormLocal | SequenceParallel)
+    if sharding or not isinstance(style, KNOWN_STYLES):
         return True
     layouts: list[object] = []
     for name in ("input_layouts", "output_layouts"):
@@ -198,19 +197,15 @@ def _gathered_by(name: str, styled: Mapping[str, ParallelStyle]) -> str | None:
         if isinstance(style, PrepareModuleInputOutput):
             style = style.prepare_module_input
         if isinstance(style, PrepareModuleInput):
-            desired = (
-                *(style.desired_input_layouts or ()),
-                *style.desired_input_kwarg_layouts.values(),
-            )
+            by_name = style.desired_input_kwarg_layouts.values()
+            desired = (*(style.desired_input_layouts or ()), *by_name)
             if any(isinstance(layout, Replicate) for layout in desired):
                 return above
     return None
 
 
 def _refuse_mixing(name: str, module: nn.Module) -> None:
-    convolves = isinstance(module, nn.modules.conv._ConvNd) and any(
-        n > 1 for n in module.kernel_size
-    )
+    convolves = isinstance(module, nn.modules.conv._ConvNd) and max(module.kernel_size) > 1
     if convolves or isinstance(module, MIXING):
         raise TitanliteError(
             f"{name}: a {type(module).__name__} mixes the tokens of a sequence, which the "
@@ -233,9 +228,8 @@ def describe_entry(pattern: str, style: ParallelStyle) -> str:
 def _instead(name: str, module: nn.Module, style: ParallelStyle) -> str:
     """What to do if `style` refuses `module`."""
     leave = "leave it out of the plan, and it is replicated"
-    if not isinstance(style, ColwiseParallel | RowwiseParallel) or isinstance(
-        module, nn.Linear | nn.Embedding
-    ):
+    is_for_layers = isinstance(style, ColwiseParallel | RowwiseParallel)
+    if not is_for_layers or isinstance(module, nn.Linear | nn.Embedding):
         return f"correct the entry, or {leave}"
     inside = [
         f"{name}.{child}" if name else child
@@ -292,11 +286,9 @@ def weight_placements(name: str, module: nn.Module, style: ParallelStyle) -> dic
         return {name: "replicated"}
     if isinstance(style, EmbeddingRowwise):
         return {name: BY_ROWS}
-    rows = isinstance(
-        style, RowwiseParallel if isinstance(module, nn.Embedding) else ColwiseParallel
-    )
     if isinstance(style, ColwiseParallel | RowwiseParallel | RowwiseLocal):
-        return {name: BY_ROWS if rows else "sharded by columns"}
+        of_rows = RowwiseParallel if isinstance(module, nn.Embedding) else ColwiseParallel
+        return {name: BY_ROWS if isinstance(style, of_rows) else "sharded by columns"}
     return {}
 
 

@@ -7,7 +7,6 @@ from titanlite.plan_row import PlanRow
 
 
 def apply(part: Part) -> PlanRow:
-    """Shard modules over the tp axis."""
     config, meshes, plan, whole = part.config, part.meshes, part.plan, part.whole
     degree = config.parallelism.tensor_parallel_degree
     assert meshes.tp is not None

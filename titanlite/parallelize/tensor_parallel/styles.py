@@ -146,8 +146,7 @@ class RowwiseLocal(RingStyle):
                 output = product_scatter(x, weight, self.scatter_dim, group)
             else:
                 partial = _product(module, x, weight)
-                total = DTensor.from_local(partial, device_mesh, [Partial()], run_check=False)
-                output = total.redistribute(placements=[Shard(self.scatter_dim)]).to_local()
+                output = moved(partial, device_mesh, Partial(), Shard(self.scatter_dim))
             return output if module.bias is None else output + _local(module.bias, Partial())
 
         return replace_forward(module, forward)
@@ -244,8 +243,7 @@ class EmbeddingRowwise(ParallelStyle):
             is_elsewhere = (own < 0) | (own >= table.size(0))
             found = F.embedding(own.masked_fill(is_elsewhere, 0), table, padding)
             found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0)
-            parts = DTensor.from_local(found, device_mesh, [Partial()], run_check=False)
-            return parts.redistribute(placements=[Shard(self.scatter_dim)]).to_local()
+            return moved(found, device_mesh, Partial(), Shard(self.scatter_dim))
 
         return replace_forward(module, forward)
 
@@ -339,6 +337,12 @@ def _local(parameter: Tensor | None, grad_placement: Placement | None = None) ->
     return parameter.to_local(grad_placements=None if grad_placement is None else [grad_placement])
 
 
+def moved(x: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Tensor:
+    """The local part of a tensor placed as `wanted`, from its local part `x` placed as `given`."""
+    placed = DTensor.from_local(x, mesh, [given], run_check=False)
+    return placed.redistribute(placements=[wanted]).to_local()
+
+
 def distribute(
     module: nn.Module,
     mesh: DeviceMesh,
@@ -346,11 +350,9 @@ def distribute(
     src_data_rank: int | None,
 ) -> None:
     """Make the own parameters of `module` DTensors with these placements, by name."""
-    for key, parameter in list(module.named_parameters(recurse=False)):
-        distributed = distribute_tensor(
-            parameter, mesh, [placements[key]], src_data_rank=src_data_rank
-        )
-        module.register_parameter(key, nn.Parameter(distributed, parameter.requires_grad))
+    for key, own in list(module.named_parameters(recurse=False)):
+        cut = distribute_tensor(own, mesh, [placements[key]], src_data_rank=src_data_rank)
+        module.register_parameter(key, nn.Parameter(cut, own.requires_grad))
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> nn.Module:
@@ -372,10 +374,10 @@ def _require(
     kinds = kind if isinstance(kind, tuple) else (kind,)
     base = next((k for k in kinds if isinstance(module, k)), None)
     kind_name = type(module).__name__
-    article = "an" if kind_name[0] in "AEIOU" else "a"
-    who = f"{name}, {article} {kind_name}" if name else f"{article} {kind_name}"
-    names = " or ".join(k.__name__ for k in kinds)
+    who = f"{'an' if kind_name[0] in 'AEIOU' else 'a'} {kind_name}"
+    who = f"{name}, {who}" if name else who
     if base is None:
+        names = " or ".join(k.__name__ for k in kinds)
         raise TitanliteError(f"{type(style).__name__} is for {names}, and this is {who}")
     reason = ""
     has_own = type(module).forward is not base.forward and not _has_product(module)
@@ -386,12 +388,9 @@ def _require(
     elif more := {key for key, _ in module.named_parameters(recurse=False)} - {"weight", "bias"}:
         reason = f"has more parameters ({', '.join(sorted(more))})"
     elif base is nn.Embedding:
-        options = [
-            option
-            for option in ("max_norm", "scale_grad_by_freq", "sparse")
-            if getattr(module, option)
-        ]
-        reason = f"has {' and '.join(options)} set" if options else ""
+        options = ("max_norm", "scale_grad_by_freq", "sparse")
+        given = " and ".join(option for option in options if getattr(module, option))
+        reason = f"has {given} set" if given else ""
     if reason:
         raise TitanliteError(
             f"{type(style).__name__} computes a plain {base.__name__}, but {who}, {reason}, which "

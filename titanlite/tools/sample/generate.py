@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.config import load_model_spec
-from titanlite.data.sampler import first_tokens
+from titanlite.data.sampler import read_batch
 from titanlite.errors import TitanliteError
 from titanlite.job import Job
 from titanlite.models.build import build_model, initial_model
@@ -150,7 +150,8 @@ def sample_sequences(
     while left and pace.allows_another() and not is_stopped():
         drawn, left = left[:at_once], left[at_once:]
         if start is None:
-            prompts = first_tokens(job.dataset, drawn, job.data.prompt_length)
+            real = read_batch(job.dataset, drawn, job.data.fields).tokens
+            prompts = real[:, : job.data.prompt_length]
         else:
             prompts = torch.tensor([start[:seq_len]] * len(drawn))
         generators = [generator_for(job.config.debug.seed, f"sample {index}") for index in drawn]
@@ -189,7 +190,7 @@ def save_samples(job: Job, sequences: Tensor, path: Path) -> None:
     job.data.save_samples(
         path,
         sequences,
-        first_tokens(job.dataset, range(len(sequences))),
+        read_batch(job.dataset, range(len(sequences)), job.data.fields).tokens,
         model=job.resolved.model,
         title=job.config.job.description,
     )
