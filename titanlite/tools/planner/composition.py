@@ -247,11 +247,11 @@ class ModelPart:
     """The most temporary bytes after the last product of the backward pass."""
     frees_input: bool = False
     """Whether its forward pass frees its input; else the backward pass does."""
+    peak_again: Mapping[str, int] = field(default_factory=dict)
+    """The peak of the backward pass if the gradients exist already."""
     around_experts: tuple[Segment, ...] = ()
     """If the experts are an FSDP unit: the backward pass cut where their weights are needed, where
     their own backward pass begins, and where it ends."""
-    peak_again: Mapping[str, int] = field(default_factory=dict)
-    """The peak of the backward pass if the gradients exist already."""
 
     @property
     def weights(self) -> list[Weight]:

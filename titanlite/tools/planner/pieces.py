@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -86,43 +86,21 @@ def trace_pieces(
     recomputed = small.config.activation_checkpoint
     is_selective = recomputed.mode == "selective"
     every = block_interval(recomputed.selective_ac_option) if is_selective else 1
-    optimizer = small.config.optimizer
-    fewer, seen = _FewerBlocks(every, optimizer), _Seen()
-    layout = small.config.parallelism.context_parallel_load_balancer
-    rank = representatives(small.dims, layout)[0]
-    try:
-        job, trace = trace_job(
-            resolve_job(override(small.config, AS_ADAMW)) if optimizer.name == "Muon" else small,
-            rank,
-            seen.watch,
-            software=software,
-            runs_first_step=small.config.compile.enable,
-            model=fewer,
-            ddp=_without_ddp,
-        )
-    except TitanliteError:
-        raise
-    except Exception as error:  # the model's own code can raise anything
-        raise _untraceable(small, error) from error
+    fewer, seen = _FewerBlocks(every, small.config.optimizer), _Seen()
+    job, trace = _trace(small, fewer, seen, software)
     events, reduced = _without_fsdp(trace, seen.casts.events)
     is_float8 = FLOAT8.is_on(small.config)
     segments: dict[tuple[str, str], Segment] = {}
-    late: dict[tuple[str, str], int] = {}
+    backwards: dict[str, _Backward] = {}
     sizes_of = dict(trace.sizes)
     runs = dict(_cut(events, fewer.kept, is_float8=is_float8))
     taken, keeps_embeddings = _free_inputs(runs, seen.taken, trace.category_of)
     experts = _experts_apart(job, fewer.kept)
-    around: dict[str, list[Segment]] = {}
-    again: dict[str, Mapping[str, int]] = {}
-    for key, run in runs.items():
-        late[key] = _late_bytes(run, trace.category_of, sizes_of)
-        if key[1] == BACKWARD and key[0] in experts:
-            cuts, sizes = _cut_around(run, experts[key[0]]), dict(sizes_of)
-            around[key[0]] = [segment_of(one, trace.category_of, sizes) for one in cuts]
-        if key[1] == BACKWARD:
-            adding = _adding(run, trace.category_of)
-            again[key[0]] = segment_of(adding, trace.category_of, dict(sizes_of)).peak
-        segments[key] = segment_of(run, trace.category_of, sizes_of)
+    for (name, phase), run in runs.items():
+        if phase == BACKWARD:
+            of_experts = experts.get(name, "")
+            backwards[name] = _backward(run, trace.category_of, sizes_of, of_experts)
+        segments[name, phase] = segment_of(run, trace.category_of, sizes_of)
     units = _units(job, fewer.kept, seen.partial, reduced, fewer.matrices)
     buffers = _buffers(job, fewer.kept)
     boundary = seen.sizes[0] if seen.sizes else 0
@@ -133,11 +111,12 @@ def trace_pieces(
         kept = boundary * ((name == "before") - (name == "after"))
         left = kept - forward.net.get("activations", 0)
         net = {**backward.net, "activations": left}
-        *cuts, last = around.get(name, [backward])
-        left -= sum(one.net.get("activations", 0) for one in cuts)
-        cuts = [*cuts, replace(last, net={**last.net, "activations": left})] if cuts else []
-        of = units.get(name, {}), buffers[name], late[name, BACKWARD], bool(taken.get(name))
-        return ModelPart(forward, replace(backward, net=net), *of, tuple(cuts), again[name])
+        late_bytes, peak_again, cuts = backwards[name]
+        if cuts:
+            left -= sum(one.net.get("activations", 0) for one in cuts[:-1])
+            cuts[-1] = replace(cuts[-1], net={**cuts[-1].net, "activations": left})
+        of = units.get(name, {}), buffers[name], late_bytes, bool(taken.get(name))
+        return ModelPart(forward, replace(backward, net=net), *of, peak_again, tuple(cuts))
 
     # The last of each kind is the most typical: the first block of all has other neighbours.
     of_kind = dict(zip(fewer.kept_kinds, fewer.kept, strict=True))
@@ -173,6 +152,27 @@ def trace_pieces(
         balance_bytes=(_balance_bytes(job.parts[0]), fewer.balance_bytes),
         casts=seen.casts.casts(),
     )
+
+
+def _trace(
+    small: ResolvedJob, fewer: _FewerBlocks, seen: _Seen, software: Software
+) -> tuple[Job, Trace]:
+    layout = small.config.parallelism.context_parallel_load_balancer
+    is_muon = small.config.optimizer.name == "Muon"
+    try:
+        return trace_job(
+            resolve_job(override(small.config, AS_ADAMW)) if is_muon else small,
+            representatives(small.dims, layout)[0],
+            seen.watch,
+            software=software,
+            runs_first_step=small.config.compile.enable,
+            model=fewer,
+            ddp=_without_ddp,
+        )
+    except TitanliteError:
+        raise
+    except Exception as error:  # the model's own code can raise anything
+        raise _untraceable(small, error) from error
 
 
 class _Seen:
@@ -368,6 +368,23 @@ def _cut(
             at = 1
     for key, run in runs.items():
         yield key, [over_tokens(event) for event in run] if key[1] and is_float8 else run
+
+
+class _Backward(NamedTuple):
+    """What a ModelPart has of its backward pass beside the segment."""
+
+    late_bytes: int
+    peak_again: Mapping[str, int]
+    around_experts: list[Segment]
+
+
+def _backward(
+    run: Sequence[Event], category_of: Mapping[int, str], sizes: Mapping[int, int], experts: str
+) -> _Backward:
+    again = segment_of(_adding(run, category_of), category_of, dict(sizes))
+    cuts, of_cuts = _cut_around(run, experts) if experts else (), dict(sizes)
+    around = [segment_of(one, category_of, of_cuts) for one in cuts]
+    return _Backward(_late_bytes(run, category_of, sizes), again.peak, around)
 
 
 def _adding(events: Iterable[Event], category_of: Mapping[int, str]) -> Iterator[Event]:
