@@ -16,9 +16,10 @@ import torch
 from test_hf import OF_BLOCKS, SCORED, TOKENS, job
 from training import merged
 
-from titanlite.config import JobConfig, parse_args
+from titanlite.config import JobConfig, parse_args, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.registry import MODELS
+from titanlite.tools.planner.planning import PIECES, WHOLE, plan_job
 from titanlite.tools.verify.verify import Verification, Verifier
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -121,6 +122,7 @@ def verifying() -> Iterator[Verifier]:
 
 
 CELLS, REFUSALS = page()
+COMPOSED = ("tp 2 x fsdp 2", "pp 2", "ep 2 (x fsdp 2)")
 QUICK = ("[encoder-decoder](examples/seq2seq)", "cp 2")
 
 
@@ -150,6 +152,21 @@ def test_a_cell_of_the_table(verifying: Verifier, name: str, plan: str) -> None:
     found = verifying.verify(JOBS[name](plan_of(plan)), steps=2)
     assert found.agrees, found.findings
     assert largest(found) < 10 * float(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(*cell, marks=[] if cell == ("AdamW", "pp 2") else pytest.mark.slow)
+        for cell, said in CELLS.items()
+        if cell[1] in COMPOSED and "[" not in said
+    ],
+)
+def test_the_memory_of_a_cell_is_planned(verifying: Verifier, name: str, plan: str) -> None:
+    resolved = resolve_job(JOBS[name](plan_of(plan)))
+    plans = (plan_job(resolved, method=one, use_cache=False) for one in (PIECES, WHOLE))
+    for composed, traced in zip(*(one.ranks for one in plans), strict=True):
+        assert composed.peak.num_bytes == pytest.approx(traced.peak.num_bytes, rel=0.03)
 
 
 def main() -> None:

@@ -180,7 +180,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        """The bytes of each block's output."""
+        """The bytes of each block's output, which can be a tuple."""
         self.outputs: dict[int, int] = {}
         """The model's last outputs: the block of memory and the bytes of each."""
         self.taken: dict[str, set[int]] = {}
@@ -698,6 +698,6 @@ def _optimizer_state(job: Job) -> tuple[int, int]:
 
 
 def _num_bytes(output: Any) -> int:
-    tensor = output[0] if isinstance(output, tuple) else output
-    tensor = local_part(tensor)
-    return tensor.numel() * tensor.element_size()
+    """The bytes of a tensor, or of those in what a block returns, on this rank."""
+    tensors = [local_part(one) for one in tree_leaves(output) if isinstance(one, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
