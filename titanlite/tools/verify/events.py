@@ -278,6 +278,7 @@ class Events:
         else:
             # Ranks that deal out their rows need not have the same.
             self.values.note_group(self._calls, None if kind == "all_to_all" else group)
+            self.values.note_exchange(inputs)
         return -1
 
     def end(self, index: int, outputs: Sequence[Tensor]) -> None:

@@ -380,6 +380,8 @@ class RankTrace:
     """Call of a module -> the groups of ranks that exchange something inside it."""
     exchanged: frozenset[str] = frozenset()
     """What has a gradient for which the backward pass called a collective."""
+    outdated: frozenset[str] = frozenset()
+    """What agrees with a model that has weights of before the last update."""
 
     @property
     def modules(self) -> dict[str, ModuleOutput]:

@@ -36,7 +36,11 @@ def explain_norm_alone(e: Evidence) -> Iterator[str]:
         f"the gradient norm is {times(own / known)} as large as on one process, but every "
         "gradient agrees"
     )
-    if words:
+    is_constant = all(is_near(step.norm, own) for run in e.runs for step in run.steps[1:])
+    if is_constant and len({step.norm for step in e.reference[1:]}) > 1:
+        why = ". It has another root than its sum has powers: x ** (1 / inf) is 1 for every x"
+        yield f"{ratio}: it is {own:g} in every step, whatever the gradients are" + why * (own == 1)
+    elif words:
         yield f"{ratio}: {words}. Count each gradient element once, however many ranks hold it"
     else:
         yield ratio + e.equals(own / known, form="; {}")

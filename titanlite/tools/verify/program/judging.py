@@ -228,11 +228,16 @@ class Judging:
                 }
 
     def _is_held_along(self, axis: str, names: set[str]) -> bool:
-        """Whether all ranks along an axis hold the same parameters: not so for pipeline stages."""
-        return all(
-            len({name in self.runs[rank].places for rank in self._along(axis, run)}) == 1
+        """Whether all ranks along an axis hold parts of the same parameters, or of some of them
+        different parts: not so for pipeline stages.
+        """
+        held = [
+            [self.runs[rank].places.get(name) for rank in self._along(axis, run)]
             for run in self.runs
             for name in names
+        ]
+        return any(len({*own} - {None}) > 1 for own in held) or not any(
+            None in own and any(own) for own in held
         )
 
     def _along(self, axis: str, run: CodeRun) -> list[int]:
@@ -438,7 +443,7 @@ class Judging:
         on_rank = "titanlite.tools.verify.program.parallel:run_parallel"
         what = self.packed, self.folder
         try:
-            self.pools.alone(on_one, *what, step)
+            self.pools.alone(on_one, *what, step, first_wrong(evidence))
             pool = self.pools.of(self.found.grid.world_size)
             runs = pool.call(on_rank, *what, self.record, step)
             evidence.watched = [run.traces[step] for run in runs]

@@ -37,6 +37,7 @@ ARRANGE = (
     *("split_with_sizes", "chunk", "slice", "select", "unbind", "index", "cat", "stack", "expand"),
     *("squeeze", "unsqueeze", "flatten", "unflatten", "contiguous", "index_select", "as_strided"),
 )
+RESHAPE = ("view", "_unsafe_view", "reshape", "flatten")
 # Arguments that need no name.
 UNNAMED = ("self", "other", "value", "exponent")
 
@@ -212,7 +213,7 @@ class _Search:
             if place not in self.wrong or place in self.shares or harmless[number]:
                 continue
             (call, line, _), state = place[0], self.states.get(place)
-            if state == "chosen" and any(
+            if (state == "chosen" or self._reshapes(number)) and any(
                 other[0][:2] == (call, line) and other not in self.shares and not harmless[n]
                 for n, other in enumerate(self.values.places)
                 if n > number and other in self.wrong and self.states.get(other) != "chosen"
@@ -221,7 +222,8 @@ class _Search:
             found = WrongLine(call, line, state in ("moved", "chosen"))
             found.arranges = self._arranges(number)
             sources, between = self._sources(self.values, number)
-            found.only_here = tuple(line for line in between if line != found.line)
+            lines = dict.fromkeys(self.values.places[one][0][1] for one in between)
+            found.only_here = tuple(line for line in lines if line != found.line)
             self._compare(found, place)
             # Without a source, it reads the rank's samples or its weights.
             found.is_of_part = self.values.mixes[number] and (
@@ -231,7 +233,9 @@ class _Search:
             found.is_of_padded = self.values.mixes[number] and any(
                 self.states.get(self.values.places[source]) == "padded" for source in sources
             )
-            shares = [s for s in sources if self._is_open_share(s, harmless)]
+            # A collective between the two may be the reduction.
+            is_reduced = not self.values.exchanged.isdisjoint(between)
+            shares = [s for s in sources if self._is_open_share(s, harmless) and not is_reduced]
             elsewhere = [s for s in shares if self.values.places[s][0][1] != found.line]
             share = next(iter(elsewhere or shares), None)
             while share is not None:
@@ -243,6 +247,12 @@ class _Search:
                 sources, _ = self._sources(self.values, share)
                 share = next((s for s in sources if self._is_open_share(s, harmless)), None)
             yield found
+
+    def _reshapes(self, number: int) -> bool:
+        """Whether a value has the elements of one that is right, in their order."""
+        operator = self.values.places[number][0][2].split(".")[1]
+        sources = [self.states.get(self.values.places[one]) for one in self.values.sources[number]]
+        return operator in RESHAPE and all(state in RIGHT for state in sources)
 
     def _arranges(self, number: int) -> tuple[str, ...]:
         """The modules inside the call of a value whose results it has, if it only arranges them."""
@@ -304,10 +314,11 @@ class _Search:
         )
         ran = {key[1] for key in self.values.of}
         _, between = self._sources(self.known, other)
-        found.never_here = tuple(line for line in between if line not in ran)
+        lines = dict.fromkeys(self.known.places[one][0][1] for one in between)
+        found.never_here = tuple(line for line in lines if line not in ran)
 
-    def _sources(self, values: Values, number: int) -> tuple[list[int], list[str]]:
-        """The nearest values with a counterpart from which one is computed, and lines between."""
+    def _sources(self, values: Values, number: int) -> tuple[list[int], list[int]]:
+        """The nearest values with a counterpart from which one is computed, and those between."""
         found, stack, seen = [], list(values.sources[number]), set[int]()
         while stack:
             source = stack.pop()
@@ -318,5 +329,4 @@ class _Search:
                 found.append(source)
             else:
                 stack += values.sources[source]
-        between = (values.places[s][0][1] for s in sorted(seen - set(found)))
-        return found, list(dict.fromkeys(between))
+        return found, sorted(seen - set(found))

@@ -53,6 +53,8 @@ class Values:
     """The value that is reduced over a group of ranks before it is used, and that group."""
     groups: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
     """Call of a module -> the groups of ranks that exchange something inside it."""
+    exchanged: set[int] = field(default_factory=set)
+    """The values that a rank sends or receives."""
     num_bytes: int = 0
     _makers: Any = field(default_factory=WeakTensorKeyDictionary)
 
@@ -63,6 +65,7 @@ class Values:
             group = next(filter(None, map(group_of, tree_leaves(given))), None)
             # Ranks that deal out their rows need not have the same.
             self.note_group(calls, None if "alltoall" in name.replace("_", "") else group)
+            self.note_exchange([leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)])
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not found:
             return
@@ -105,6 +108,10 @@ class Values:
             for place, one in zip(self.places, self.tensors, strict=True)
             if one is not None and operator_of(place[0]) in OVER_PARTS
         }
+
+    def note_exchange(self, tensors: Sequence[Tensor]) -> None:
+        """Note that these are sent to other ranks, or written by them."""
+        self.exchanged |= {self._makers[one] for one in tensors if one in self._makers}
 
     def note_group(self, calls: Sequence[str], group: Any) -> None:
         """Note that the ranks of a group exchange something inside calls of modules."""
