@@ -175,11 +175,9 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
         )
     if all(first in t.outdated for t in e.watched if t.rank in outputs) and e.watched:
         yield (
-            f"it is right for the weights of before the update of step {e.step - 1}: a copy of "
-            "them that was made before, such as a gathered or cast one, is still in use. Make it "
-            "anew after each update"
+            f"it is right for the weights of before the update of step {e.step - 1}: a copy of them"
+            " (gathered, cast) is still in use. Make it anew after each update"
         )
-        return
     yield from _moved_in_order(e, first, outputs)
     yield from _run_twice(e, first)
     if places := {output.elsewhere for output in outputs.values() if output.elsewhere}:

@@ -231,7 +231,8 @@ class _Measuring:
             both = ((e, tracer.compare(e, kept.first[e], old[e])) for e in old.keys() & kept.first)
             trace.outdated = frozenset(e for e, one in both if one and not one[0].wrong_calls)
         trace.over_parts = kept.values.over_parts()
-        trace.wrong_lines = wrong_lines(tracer, kept.values, self.folder, number)
+        found = wrong_lines(tracer, kept.values, self.folder, number)
+        trace.wrong_lines, trace.without_gradient = found
         trace.groups = {call: tuple(groups) for call, groups in kept.values.groups.items()}
         trace.exchanged = frozenset(kept.exchanged)
         return trace

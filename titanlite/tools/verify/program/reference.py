@@ -33,8 +33,6 @@ from titanlite.tools.verify.record import (
     ReferenceTrace,
     Shares,
     WrongRows,
-    is_input,
-    module_of,
 )
 from titanlite.tools.verify.step_files import load, store
 from titanlite.tools.verify.subject import HeldPart, Subject
@@ -46,23 +44,21 @@ MOST_OUTPUT_BYTES = 1 << 29
 MOST_MIXED = 8
 
 
-def run_model(
-    world: World, packed: bytes, folder: str, watched: int | None = None, event: str = ""
-) -> ModelRun:
+def run_model(world: World, packed: bytes, folder: str, watched: int | None = None) -> ModelRun:
     """Train the reference on every batch and write a record of each step into `folder`.
 
     With `watched`, only up to this step; the values of the caller's lines in it are saved, too, and
-    what modules would return if the module of `event` had the weights of the step before.
+    what modules return with the weights of before the last update.
     """
     request: Request = pickles.loads(packed)
     try:
         with in_dtype(request.dtype):
-            return _run(build(request, None, is_reference=True), folder, watched, event)
+            return _run(build(request, None, is_reference=True), folder, watched)
     finally:
         clean_up()
 
 
-def _run(built: Built, folder: str, watched_step: int | None, event: str) -> ModelRun:
+def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
     request, model = built.request, built.modules[0]
     names: dict[int, list[str]] = {}
     held: dict[str, HeldPart] = {}
@@ -112,7 +108,11 @@ def _run(built: Built, folder: str, watched_step: int | None, event: str) -> Mod
         if step == watched_step:
             kept.values.save(folder)
             if step > 1:
-                _run_with_old_weights(built, subject, folder, step, batch, event)
+                for name, whole in load(folder, step - 2)["weights"].items():
+                    held[name].parameter.data.copy_(whole)
+                with subject.recorded(Events()) as old:
+                    built.run_step(batch)
+                store({"outputs": old.up_to(MOST_OUTPUT_BYTES)[0]}, folder, -step)
             break
         if step == 1:
             record.narrowed = (*narrowed, *by_optimizer) if request.dtype == "float64" else ()
@@ -125,24 +125,6 @@ def _run(built: Built, folder: str, watched_step: int | None, event: str) -> Mod
         record.steps.append(ReferenceStep(loss, clipped if request.clip else norm))
         built.optimizer.zero_grad(set_to_none=True)
     return record
-
-
-@torch.no_grad()
-def _run_with_old_weights(
-    built: Built, subject: Subject, folder: str, step: int, batch: Any, event: str
-) -> None:
-    """Save what modules return if the module of an event, or all of them for what a module
-    receives, has the weights of before the last update.
-    """
-    module = "" if is_input(event) else module_of(event)
-    before, now = (load(folder, step - n)["weights"] for n in (2, 1))
-    for name, one in subject.held.items():
-        is_old = name.startswith(f"{module}." if module else "")
-        one.parameter.copy_((before if is_old else now)[name])
-    kept = Events()
-    with torch.enable_grad(), subject.recorded(kept):
-        built.run_step(batch)
-    store({"outputs": kept.up_to(MOST_OUTPUT_BYTES)[0]}, folder, -step)
 
 
 def find_shares(
