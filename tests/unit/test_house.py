@@ -21,7 +21,7 @@ TOOLS = ROOT / "titanlite/tools"
 # averages of weights, scores of attention that transformers' models have, what a plan advises, and
 # the uses of a weight in compare, experts of transformers, and rings and windows of attention
 # without masks. The core's was 34,000: it has the first three of these and the last two.
-CORE, LIBRARY, TESTS = 34_440, 81_330, 47_080
+CORE, LIBRARY, TESTS = 34_440, 81_450, 47_140
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
 GUIDES, PAGES = 25_720, 73_290
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.

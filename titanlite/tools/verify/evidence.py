@@ -163,13 +163,8 @@ class Evidence:
                 "draw them for the whole batch and take the rank's part, or seed them by the sample"
             )
         for name, own, known in found.numbers:
-            every = (line for trace in self.watched for line in trace.wrong_lines)
-            of_ranks = {n for one in every if one.line == found.line for _, n, _ in one.numbers}
-            parts.append(
-                f"It computes {name} {own:.6g}, on one process {known:.6g}"
-                + " (ranks have different numbers there)" * (len(of_ranks) > 1)
-                + ". Step 1 was right: is it set from the samples of all ranks?" * (self.step > 1)
-            )
+            later = ". Step 1 was right: is it set from the samples of all ranks?" * (self.step > 1)
+            parts.append(f"It computes {name} {own:.6g}, on one process {known:.6g}{later}")
         if found.never_here and not found.source:
             lines = listed(found.never_here[-MOST_LINES:])
             parts.append(f"On one process it reads the result of {lines}, which does not run here")
@@ -190,9 +185,8 @@ class Evidence:
     def _wrong_line(self, found: record.WrongLine) -> str:
         start = f"the first line with another result than on one process is {found.line}"
         if found.instead:
-            own, known = found.instead
-            start = f"the first line that reads something else is {found.line}: the result of {own}"
-            return f"{start}, on one process that of {known}"
+            start = f"the first line that reads something else is {found.line}: the result of "
+            return start + ", on one process that of ".join(found.instead)
         if found.only_here and not found.source:
             shown = listed(found.only_here[-MOST_LINES:])
             return f"{start}. It reads what only the parallel code computes, in {shown}"

@@ -183,8 +183,9 @@ class CodeTracer(Tracer):
                 is_small = len(rows) * own[apart].numel() < MOST_ELEMENTS
                 for theirs in (t for t in given if t.shape == whole.shape[:-1] and is_small):
                     same = (own[apart][:, None] - rows).abs().amax(-1) <= most
-                    step = (theirs.flatten() - indices[apart][:, None])[same].unique()
-                    if len(step) == 1 and same.any(1).sum() > len(same) / 2:
+                    steps = theirs.flatten() - indices[apart][:, None]
+                    step = steps[same].mode().values if same.any() else 0
+                    if (same & (steps == step)).any(1).sum() > len(same) / 2:
                         output.places = f"where the module reads {listed(wrong.tolist(), 4)}, and "
                         output.places += f"mostly gives the row of that index {int(step):+d}: look "
                         output.places += "at the first index of each rank's shard"

@@ -440,7 +440,8 @@ class Judging:
         on_rank = "titanlite.tools.verify.program.parallel:run_parallel"
         what = self.packed, self.folder
         try:
-            self.pools.alone(on_one, *what, step)
+            first = first_wrong(evidence)
+            self.pools.alone(on_one, *what, step, "" if is_input(first) else module_of(first))
             pool = self.pools.of(self.found.grid.world_size)
             runs = pool.call(on_rank, *what, self.record, step)
             evidence.watched = [run.traces[step] for run in runs]

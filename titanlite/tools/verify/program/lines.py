@@ -38,7 +38,6 @@ ARRANGE = (
     *("split_with_sizes", "chunk", "slice", "select", "unbind", "index", "cat", "stack", "expand"),
     *("squeeze", "unsqueeze", "flatten", "unflatten", "contiguous", "index_select", "as_strided"),
 )
-RESHAPE = ("view", "_unsafe_view", "reshape", "flatten")
 # Arguments that need no name.
 UNNAMED = ("self", "other", "value", "exponent")
 
@@ -81,10 +80,12 @@ def _counterparts(values: Values, known: Values) -> tuple[dict[int, int], dict[i
     for number, (key, _) in enumerate(known.places):
         free[key[::2]] += [number] * (key not in values.of)
     for number, (key, index) in enumerate(values.places):
-        own = {found.get(source) for source in values.sources[number]}
+        own = {found.get(source, -1) for source in values.sources[number]}
         if same := known.of.get(key):
             found[number] = same[index % len(same)]
-        for other in free[key[::2]] if None not in own and not same else ():
+        elif "detach" in key[2] and -1 not in own and own:
+            (found[number],) = own
+        for other in free[key[::2]] if -1 not in own and not same else ():
             theirs = set(known.sources[other])
             if own == theirs:
                 found[number] = other
@@ -101,8 +102,7 @@ def _without_gradient(values: Values, known: Values, others: Mapping[int, int]) 
         there = known.with_gradient[others[number]] if number in others else None
         for source in values.sources[number] if with_gradient is not None else ():
             if source not in (with_gradient or ()) and others.get(source) in (there or ()):
-                (call, line, _), _ = values.places[source]
-                return call, line, values.places[number][0][1]
+                return *values.places[source][0][:2], values.places[number][0][1]
     return ()
 
 
@@ -302,7 +302,7 @@ class _Search:
         """Whether a value has the elements of one that is right, in their order."""
         operator = self.values.places[number][0][2].split(".")[1]
         sources = [self.states.get(self.values.places[one]) for one in self.values.sources[number]]
-        return operator in RESHAPE and all(state in RIGHT for state in sources)
+        return operator in ("view", "_unsafe_view") and all(state in RIGHT for state in sources)
 
     def _arranges(self, number: int) -> tuple[str, ...]:
         """The modules inside the call of a value whose results it has, if it only arranges them."""
