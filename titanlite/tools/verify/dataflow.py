@@ -242,7 +242,7 @@ def _at_border(outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
 
 
 def _other_samples(e: Evidence, first: str) -> Iterator[str]:
-    """Whether ranks that have shards of a module and join what they compute read other samples."""
+    """Whether ranks join what they compute of other samples with shards of a module, in step 1."""
     module = module_of(first)
     is_cut = any(
         "sharded" in axes.values()
@@ -257,7 +257,6 @@ def _other_samples(e: Evidence, first: str) -> Iterator[str]:
         for group in of_call
         if module_of(call) == module
     }
-    # What was right in step 1 needs no other samples.
     for group in sorted(groups) if is_cut and not is_input(first) and e.step < 2 else ():
         runs = [run for run in e.runs if run.rank in group and isinstance(run, CodeRun)]
         if len({run.parts[max(1, e.step) - 1] for run in runs}) > 1:

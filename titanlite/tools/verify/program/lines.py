@@ -243,7 +243,7 @@ class _Search:
     """The values of which this rank has only a part."""
 
     def found(self) -> Iterator[WrongLine]:
-        """The wrong values that are no shares, and are not harmless.
+        """The wrong values that are no shares, nor harmless, nor parts that new code completes.
 
         What depends on no data comes last: a rank may count from 0 what is counted on from there.
         """
@@ -270,6 +270,8 @@ class _Search:
             sources, between = self._sources(self.values, number)
             found.only_here = _lines_of(self.values, between, {found.line})
             self._compare(found, number)
+            if place[0] not in self.known.of and not found.numbers:
+                continue
             # Without a source, it reads the rank's samples or its weights.
             found.is_of_part = self.values.mixes[number] and (
                 not sources
@@ -364,7 +366,8 @@ class _Search:
                 found.append(source)
             else:
                 stack += values.sources[source]
-        return found, sorted(seen - set(found))
+        in_lines_of_both = sorted(found, key=lambda s: values.places[s][0] not in self.known.of)
+        return in_lines_of_both, sorted(seen - set(found))
 
 
 def _lines_of(values: Values, numbers: Sequence[int], without: Collection[str]) -> tuple[str, ...]:
