@@ -23,7 +23,7 @@ TOOLS = ROOT / "titanlite/tools"
 # without masks. The core's was 34,000: it has the first three of these and the last two.
 CORE, LIBRARY, TESTS = 34_440, 81_450, 47_140
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
-GUIDES, PAGES = 25_720, 73_290
+GUIDES, PAGES = 25_720, 73_330
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.
 TOKENS_OF_A_LINE = 8.5
 
