@@ -173,7 +173,7 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
             f"only microbatch{'' if is_one else 'es'} {listed(one.wrong_calls)} of {one.num_calls} "
             f"{'differs' if is_one else 'differ'} (counted from 0)"
         )
-    if all(first in t.outdated for t in e.watched if t.rank in outputs) and e.watched:
+    if outputs.keys() <= {t.rank for t in e.watched if first in t.outdated}:
         yield (
             f"it is right for the weights of before the update of step {e.step - 1}: a copy of them"
             " (gathered, cast) is still in use. Make it anew after each update"
