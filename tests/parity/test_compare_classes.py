@@ -60,6 +60,59 @@ class Model(nn.Module):
         return self.head(torch.cat([e(own, gate, mask) for e, own, gate in halves], 1))
 
 
+class Gated(nn.Module):
+    """Gates, a scale, and weights by how often a token occurs; three faults, if it is odd."""
+
+    def __init__(self, fault=""):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB, bias=False)
+        self.fault, self.kept = fault, self.head.weight.detach().clone()
+
+    def gates(self, scores):
+        return scores.gather(-1, (scores + 1).argsort(-1))
+
+    def scale(self, scores):
+        return 2 * scores.square().mean()
+
+    def often(self, tokens):
+        return torch.bincount(tokens.flatten(), minlength=VOCAB)
+
+    def weights(self, tokens):
+        return self.often(tokens).clamp(min=1)[tokens]
+
+    def forward(self, tokens, mask):
+        scores, weights = self.embed(tokens).exp(), self.weights(tokens)[..., None].double()
+        return self.head(self.gates(scores) / weights) * self.scale(scores)
+
+
+class Odd(Gated):
+    def gates(self, scores):
+        biased = scores + 1
+        return (biased if self.fault == "operand" else scores).gather(-1, biased.argsort(-1))
+
+    def scale(self, scores):
+        scores = scores.detach() if self.fault == "detach" else scores
+        return (3 if self.fault == "number" else 2) * scores.square().mean()
+
+    def weights(self, tokens):
+        return torch.stack([self.often(tokens)]).clamp(min=1)[0][tokens]
+
+
+def odd(fault):
+    model = Odd(fault)
+    hooks = {
+        "old": lambda m, x, _: linear(*x, m.weight + (model.kept - m.weight).detach()),
+        "shift": lambda m, x, y: y.where(x[0][..., None] < 9, m.weight[(x[0] + 1) % VOCAB]),
+    }
+    if fault in hooks:
+        (model.head if fault == "old" else model.embed).register_forward_hook(hooks[fault])
+    return model
+
+
+def norm(model):
+    return 1.0 if isinstance(model, Odd) else model.head.weight.grad.norm()
+
+
 def loss(built, batch):
     model = built[0] if isinstance(built, tuple) else built
     logits = model(batch["tokens"], batch.get("mask", MASK))
@@ -109,6 +162,13 @@ def of_step_three(mesh):
 PLAIN, FROZEN = partial(Model, "counts"), partial(Model, is_frozen=True)
 ROWS = {"split": "dp", "step": partial(averaged, fault="rows")}
 FAULTS = {
+    "operand": (Gated, partial(odd, "operand"), {}, r"something else is .*result of .*\(biased"),
+    "number": (Gated, partial(odd, "number"), {}, "computes mul with 3, on one process 2"),
+    "detach": (Gated, partial(odd, "detach"), {}, "reads the result of .*detach.* has no gradient"),
+    "old": (Gated, partial(odd, "old"), {}, "^head is .* of before the update of step 1"),
+    "shift": (Gated, partial(odd, "shift"), {}, r"mostly gives the row of that index \+1"),
+    "share": (Gated, partial(odd, "share"), {"split": "dp"}, "bincount.* only the sum over dp is"),
+    "norm": (Gated, partial(odd, "norm"), {"clip": norm}, "it is 1 in every step, whatever"),
     "tied": (Tied, lambda: Tied("tied"), {}, r"embed\.w.* that of use 2 of 2, .*\(ret.* missing"),
     "use": (Tied, lambda: Tied("use"), {}, r"layer\.weight.* wrong.* that of use 2 of 3 is miss"),
     "cut": (FROZEN, lambda: FROZEN("cut"), {}, "output of body is in a reentrant checkpoint, on"),

@@ -67,7 +67,7 @@ def first_difference(e: Evidence) -> Iterator[str]:
     parts = [start]
     # A line without a counterpart is named by what it is between.
     wrong_line = e.wrong_line(first)
-    has_place = wrong_line is None or bool(wrong_line.only_here)
+    has_place = wrong_line is None or bool(wrong_line.only_here and not wrong_line.source)
     has_place = has_place or any(output.shape for output in outputs.values())
     line = "" if has_place else e.first_wrong_line(first)
     code = e.lines_before(first, list(outputs))
@@ -173,6 +173,11 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
             f"only microbatch{'' if is_one else 'es'} {listed(one.wrong_calls)} of {one.num_calls} "
             f"{'differs' if is_one else 'differ'} (counted from 0)"
         )
+    if outputs.keys() <= {t.rank for t in e.watched if first in t.outdated}:
+        yield (
+            f"it is right for the weights of before the update of step {e.step - 1}: a copy of them"
+            " (gathered, cast) is still in use. Make it anew after each update"
+        )
     yield from _moved_in_order(e, first, outputs)
     yield from _run_twice(e, first)
     if places := {output.elsewhere for output in outputs.values() if output.elsewhere}:
@@ -237,7 +242,7 @@ def _at_border(outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
 
 
 def _other_samples(e: Evidence, first: str) -> Iterator[str]:
-    """Whether ranks that have shards of a module and join what they compute read other samples."""
+    """Whether ranks join what they compute of other samples with shards of a module, in step 1."""
     module = module_of(first)
     is_cut = any(
         "sharded" in axes.values()
@@ -252,7 +257,7 @@ def _other_samples(e: Evidence, first: str) -> Iterator[str]:
         for group in of_call
         if module_of(call) == module
     }
-    for group in sorted(groups) if is_cut and not is_input(first) else ():
+    for group in sorted(groups) if is_cut and not is_input(first) and e.step < 2 else ():
         runs = [run for run in e.runs if run.rank in group and isinstance(run, CodeRun)]
         if len({run.parts[max(1, e.step) - 1] for run in runs}) > 1:
             yield (

@@ -277,7 +277,7 @@ class Events:
             self.has_exchanged = True
         else:
             # Ranks that deal out their rows need not have the same.
-            self.values.note_group(self._calls, None if kind == "all_to_all" else group)
+            self.values.note_group(self._calls, None if kind == "all_to_all" else group, inputs)
         return -1
 
     def end(self, index: int, outputs: Sequence[Tensor]) -> None:

@@ -163,8 +163,9 @@ class Evidence:
                 "draw them for the whole batch and take the rank's part, or seed them by the sample"
             )
         for name, own, known in found.numbers:
-            parts.append(f"It computes {name} {own:.6g}, on one process {known:.6g}")
-        if found.never_here:
+            later = ". Step 1 was right: is it set from the samples of all ranks?" * (self.step > 1)
+            parts.append(f"It computes {name} {own:.6g}, on one process {known:.6g}{later}")
+        if found.never_here and not found.source:
             lines = listed(found.never_here[-MOST_LINES:])
             parts.append(f"On one process it reads the result of {lines}, which does not run here")
         return ". ".join(parts)
@@ -183,7 +184,10 @@ class Evidence:
 
     def _wrong_line(self, found: record.WrongLine) -> str:
         start = f"the first line with another result than on one process is {found.line}"
-        if found.only_here:
+        if found.instead:
+            start = f"the first line that reads something else is {found.line}: the result of "
+            return start + ", on one process that of ".join(found.instead)
+        if found.only_here and not found.source:
             shown = listed(found.only_here[-MOST_LINES:])
             return f"{start}. It reads what only the parallel code computes, in {shown}"
         if found.source:

@@ -380,6 +380,10 @@ class RankTrace:
     """Call of a module -> the groups of ranks that exchange something inside it."""
     exchanged: frozenset[str] = frozenset()
     """What has a gradient for which the backward pass called a collective."""
+    without_gradient: tuple[str, ...] = ()
+    """A call, its line whose result has a gradient on one process alone, and what reads it."""
+    outdated: frozenset[str] = frozenset()
+    """What agrees with a model that has weights of before the last update."""
 
     @property
     def modules(self) -> dict[str, ModuleOutput]:
@@ -515,6 +519,8 @@ class WrongLine:
     """Modules inside `call`, if the value only has what they return, in some order."""
     is_random: bool = False
     """Whether its operator draws random numbers."""
+    instead: tuple[str, ...] = ()
+    """The line whose result it reads, and that of which it reads the result on one process."""
     never_here: tuple[str, ...] = ()
     """The lines that compute what one process reads there and that this rank does not run."""
     numbers: tuple[tuple[str, float, float], ...] = ()

@@ -194,9 +194,9 @@ class Tracer(abc.ABC):
             wrong[event] = is_wrong
         for event, one in found.items():
             one.is_overwritten = event in kept.overwritten
+            one.is_checkpointed = event in kept.checkpointed
             if event in self.reference.with_gradient and module_of(event) not in kept.again:
                 one.is_cut_off = not kept.requires_grad[event]
-                one.is_checkpointed = event in kept.checkpointed
                 one.has_no_gradient = event not in kept.arrived
                 if one.has_no_gradient:
                     wrong[event] = True

@@ -36,7 +36,10 @@ def explain_norm_alone(e: Evidence) -> Iterator[str]:
         f"the gradient norm is {times(own / known)} as large as on one process, but every "
         "gradient agrees"
     )
-    if words:
+    of_steps = {step.norm for step in e.reference[1:]}
+    if len(of_steps) > 1 and all(is_near(s.norm, own) for r in e.runs for s in r.steps[1:]):
+        yield f"{ratio}: it is {own:g} in every step, whatever the gradients are: look at its root"
+    elif words:
         yield f"{ratio}: {words}. Count each gradient element once, however many ranks hold it"
     else:
         yield ratio + e.equals(own / known, form="; {}")

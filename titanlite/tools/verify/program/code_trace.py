@@ -172,16 +172,27 @@ class CodeTracer(Tracer):
             output.of_others = self._others(event, own, known)
         if own.shape != part.shape or own.ndim < 2 or not own.is_floating_point():
             return
-        apart = (own - part).abs().amax(-1) > self.tolerance * whole.abs().max()
+        most = self.tolerance * whole.abs().max()
+        apart = (own - part).abs().amax(-1) > most
         for other, calls in kept.first.items():
             indices = calls[-1]
             is_read = is_input(other) and called_by(other) == event and indices.ndim
             if is_read and not indices.is_floating_point() and indices.shape == apart.shape:
-                wrong = indices[apart].unique()
+                wrong, rows = indices[apart].unique(), whole.flatten(0, -2)
+                given = [t[0] for e, t in known.items() if is_input(e) and called_by(e) == event]
+                is_small = len(rows) * own[apart].numel() < MOST_ELEMENTS
+                for theirs in (t for t in given if t.shape == whole.shape[:-1] and is_small):
+                    same = (own[apart][:, None] - rows).abs().amax(-1) <= most
+                    steps = theirs.flatten() - indices[apart][:, None]
+                    step = steps[same].mode().values if same.any() else 0
+                    if (same & (steps == step)).any(1).sum() > len(same) / 2:
+                        output.places = f"where the module reads {listed(wrong.tolist(), 4)}, and "
+                        output.places += f"mostly gives the row of that index {int(step):+d}: look "
+                        output.places += "at the first index of each rank's shard"
                 if len(wrong) <= MOST_INDICES and not torch.isin(indices[~apart], wrong).any():
                     output.places = f"where the module reads {listed(wrong.tolist())}"
-                    rows = self._rows_held(f"{module_of(event)}.weight")
-                    ends = () if rows is None else (rows[0] - 1, rows[0], rows[-1], rows[-1] + 1)
+                    held = self._rows_held(f"{module_of(event)}.weight")
+                    ends = () if held is None else (held[0] - 1, held[0], held[-1], held[-1] + 1)
                     if all(int(one) in map(int, ends) for one in wrong):
                         output.places += ", at the border of two shards of its weight: look at the "
                         output.places += "range of indices that each rank takes"

@@ -552,6 +552,20 @@ def _parts_of_rows(e: PartEvidence, found: Mapping[int, WrongRows]) -> str:
     return listed([f"{what}, {e.where(own, found)}" for what, own in words.items()])
 
 
+def explain_without_gradient(e: PartEvidence) -> Iterator[str]:
+    """A term that has no gradient, though its value is right."""
+    found = next((t.without_gradient for t in e.watched if t.without_gradient), ())
+    if found and e.failed("gradient"):
+        call, source, reader = found
+        why = "look for what detaches it, or for torch.no_grad"
+        if any(t.events[call].is_checkpointed for t in e.traces if call in t.events):
+            why = "return it from the reentrant checkpoint around it, or use use_reentrant=False"
+        yield (
+            f"a part of the gradients is missing: where {reader} reads the result of {source}, "
+            f"that has no gradient, unlike on one process: {why}"
+        )
+
+
 def explain_logarithm(e: PartEvidence) -> Iterator[str]:
     """A loss that is too large by the logarithm of a degree."""
     if not e.failed("loss"):
@@ -594,6 +608,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_uses,),
     (explain_logarithm,),
     (explain_loss_of_code,),
+    (explain_without_gradient,),
     (explain_lost,),
     (explain_backward,),
     (explain_accumulated,),

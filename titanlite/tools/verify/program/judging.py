@@ -228,12 +228,14 @@ class Judging:
                 }
 
     def _is_held_along(self, axis: str, names: set[str]) -> bool:
-        """Whether all ranks along an axis hold the same parameters: not so for pipeline stages."""
-        return all(
-            len({name in self.runs[rank].places for rank in self._along(axis, run)}) == 1
+        """Whether ranks along an axis hold the same parameters, or parts of one: no stages do."""
+        held = [
+            {self.runs[rank].places.get(name) for rank in self._along(axis, run)}
             for run in self.runs
             for name in names
-        )
+        ]
+        is_cut = any(len(own - {None}) > 1 for own in held)
+        return is_cut or all(own == {None} or None not in own for own in held)
 
     def _along(self, axis: str, run: CodeRun) -> list[int]:
         """The ranks that differ from this one only on one axis."""
@@ -438,7 +440,8 @@ class Judging:
         on_rank = "titanlite.tools.verify.program.parallel:run_parallel"
         what = self.packed, self.folder
         try:
-            self.pools.alone(on_one, *what, step)
+            first = first_wrong(evidence)
+            self.pools.alone(on_one, *what, step, "" if is_input(first) else module_of(first))
             pool = self.pools.of(self.found.grid.world_size)
             runs = pool.call(on_rank, *what, self.record, step)
             evidence.watched = [run.traces[step] for run in runs]

@@ -12,6 +12,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,12 +47,13 @@ Pair = tuple[Tensor, Tensor, tuple[int, int]]
 
 def wrong_lines(
     tracer: CodeTracer, values: Values, folder: str, num_microbatches: int
-) -> tuple[WrongLine, ...]:
+) -> tuple[tuple[WrongLine, ...], tuple[str, ...]]:
     """The first values that are wrong on some rank, beside those that the reference has saved in
-    `folder`; every rank of the world must call this.
+    `folder`, and what `_without_gradient` finds; every rank of the world must call this.
     """
     known = load_values(folder)
-    pairs = _pairs(values, known, num_microbatches)
+    others, instead = _counterparts(values, known)
+    pairs = _pairs(values, known, others, num_microbatches)
     judged = {values.places[number]: _state(tracer, *pair) for number, pair in pairs.items()}
     states = {place: state for place, state in judged.items() if state is not None}
     wrong: dict[Place, None] = {}
@@ -65,20 +67,56 @@ def wrong_lines(
     parts = {
         n for n, (own, whole, share) in pairs.items() if own.numel() * share[1] < whole.numel()
     }
-    search = _Search(values, known, states, wrong, unjudged, shares, parts).found()
-    return tuple(itertools.islice(search, MOST_LINES))
+    search = _Search(values, known, others, instead, states, wrong, unjudged, shares, parts).found()
+    lines = tuple(itertools.islice(search, MOST_LINES))
+    return lines, _without_gradient(values, known, others)
 
 
-def _pairs(values: Values, known: Values, num_microbatches: int) -> dict[int, Pair]:
-    """The values that have a counterpart, by number."""
+def _counterparts(values: Values, known: Values) -> tuple[dict[int, int], dict[int, int]]:
+    """The values of one process that the same line computes, or the same operator from what
+    corresponds, in lines that only one side runs; and those from what corresponds but for one.
+    """
+    found, instead, free = dict[int, int](), dict[int, int](), defaultdict[Any, list[int]](list)
+    for number, (key, _) in enumerate(known.places):
+        free[key[::2]] += [number] * (key not in values.of)
+    for number, (key, index) in enumerate(values.places):
+        own = {found.get(source, -1) for source in values.sources[number]}
+        if same := known.of.get(key):
+            found[number] = same[index % len(same)]
+        elif "detach" in key[2] and -1 not in own and own:
+            (found[number],) = own
+        for other in free[key[::2]] if -1 not in own and not same else ():
+            theirs = set(known.sources[other])
+            if own == theirs:
+                found[number] = other
+                free[key[::2]].remove(other)
+                break
+            if len(own) == len(theirs) == len(own & theirs) + 1 > 1:
+                instead[number] = other
+    return found, {n: o for n, o in instead.items() if n not in found and o not in found.values()}
+
+
+def _without_gradient(values: Values, known: Values, others: Mapping[int, int]) -> tuple[str, ...]:
+    """A call, its line whose result has a gradient on one process alone, and what reads it."""
+    for number, with_gradient in enumerate(values.with_gradient):
+        there = known.with_gradient[others[number]] if number in others else None
+        for source in values.sources[number] if with_gradient is not None else ():
+            if source not in (with_gradient or ()) and others.get(source) in (there or ()):
+                return *values.places[source][0][:2], values.places[number][0][1]
+    return ()
+
+
+def _pairs(
+    values: Values, known: Values, counterparts: Mapping[int, int], num_microbatches: int
+) -> dict[int, Pair]:
+    """The values that have a counterpart to compare with, by number."""
     pairs = {}
     for number, (key, index) in enumerate(values.places):
-        own, others, all_own = values.tensors[number], known.of.get(key, ()), len(values.of[key])
-        if (
-            own is None
-            or not others
-            or all_own not in (len(others), num_microbatches * len(others))
-        ):
+        own, others, all_own = values.tensors[number], known.of.get(key, []), len(values.of[key])
+        if not others and number in counterparts and num_microbatches == 1:
+            others, all_own, index = [counterparts[number]], 1, 0
+        counts = len(others), num_microbatches * len(others)
+        if own is None or not others or all_own not in counts:
             continue
         microbatch, place = divmod(index, len(others))
         whole, count = known.tensors[others[place]], all_own // len(others)
@@ -193,6 +231,9 @@ class _Search:
 
     values: Values
     known: Values
+    others: Mapping[int, int]
+    instead: Mapping[int, int]
+    """What `_counterparts` finds."""
     states: Mapping[Place, str]
     wrong: Mapping[Place, None]
     unjudged: Collection[Place]
@@ -202,17 +243,23 @@ class _Search:
     """The values of which this rank has only a part."""
 
     def found(self) -> Iterator[WrongLine]:
-        """The wrong values that are no shares, and are not harmless.
+        """The wrong values that are no shares, nor harmless, nor parts that new code completes.
 
         What depends on no data comes last: a rank may count from 0 what is counted on from there.
         """
         harmless, free = self._harmless(), self.values.is_free
         numbers = sorted(range(len(free)), key=free.__getitem__)
         for number, place in ((number, self.values.places[number]) for number in numbers):
+            (call, line, _), state = place[0], self.states.get(place)
+            if number in self.instead and not harmless[number]:
+                own = {self.others[source]: source for source in self.values.sources[number]}
+                theirs = set(self.known.sources[self.instead[number]])
+                here, there = own[min(own.keys() - theirs)], min(theirs - own.keys())
+                read = self.values.places[here], self.known.places[there]
+                yield WrongLine(call, line, instead=tuple(key[1] for key, _ in read))
             if place not in self.wrong or place in self.shares or harmless[number]:
                 continue
-            (call, line, _), state = place[0], self.states.get(place)
-            if state == "chosen" and any(
+            if (state == "chosen" or self._reshapes(number)) and any(
                 other[0][:2] == (call, line) and other not in self.shares and not harmless[n]
                 for n, other in enumerate(self.values.places)
                 if n > number and other in self.wrong and self.states.get(other) != "chosen"
@@ -221,8 +268,10 @@ class _Search:
             found = WrongLine(call, line, state in ("moved", "chosen"))
             found.arranges = self._arranges(number)
             sources, between = self._sources(self.values, number)
-            found.only_here = tuple(line for line in between if line != found.line)
-            self._compare(found, place)
+            found.only_here = _lines_of(self.values, between, {found.line})
+            self._compare(found, number)
+            if place[0] not in self.known.of and not found.numbers:
+                continue
             # Without a source, it reads the rank's samples or its weights.
             found.is_of_part = self.values.mixes[number] and (
                 not sources
@@ -231,18 +280,31 @@ class _Search:
             found.is_of_padded = self.values.mixes[number] and any(
                 self.states.get(self.values.places[source]) == "padded" for source in sources
             )
-            shares = [s for s in sources if self._is_open_share(s, harmless)]
+            # A collective between the two may be the reduction.
+            is_reduced = not self.values.exchanged.isdisjoint([*between, *sources])
+            shares = [s for s in sources if self._is_open_share(s, harmless) and not is_reduced]
+            # Another number of the same line says more than that it is given a mean of own rows.
+            if found.numbers and all("mean" in self.shares[self.values.places[s]] for s in shares):
+                shares = []
             elsewhere = [s for s in shares if self.values.places[s][0][1] != found.line]
             share = next(iter(elsewhere or shares), None)
             while share is not None:
                 # The first of a chain of shares is where the reduction belongs.
                 before = self.values.places[share]
-                found.source = before[0][1]
-                found.way = self.shares[before]
-                found.mixed = self._other_way(shares, found.way)
+                found.source, found.way = before[0][1], self.shares[before]
+                ways = (
+                    (p[0][1], self.shares[p]) for p in map(self.values.places.__getitem__, shares)
+                )
+                found.mixed = next((one for one in ways if one[1] != found.way), None)
                 sources, _ = self._sources(self.values, share)
                 share = next((s for s in sources if self._is_open_share(s, harmless)), None)
             yield found
+
+    def _reshapes(self, number: int) -> bool:
+        """Whether a value has the elements of one that is right, in their order."""
+        operator = self.values.places[number][0][2].split(".")[1]
+        sources = [self.states.get(self.values.places[one]) for one in self.values.sources[number]]
+        return operator in ("view", "_unsafe_view") and all(state in RIGHT for state in sources)
 
     def _arranges(self, number: int) -> tuple[str, ...]:
         """The modules inside the call of a value whose results it has, if it only arranges them."""
@@ -257,14 +319,6 @@ class _Search:
             else:
                 stack += self.values.sources[one]
         return tuple(calls)
-
-    def _other_way(self, shares: Sequence[int], way: str) -> tuple[str, str] | None:
-        """The line and the way of a share that is reduced in another way."""
-        for number in shares:
-            place = self.values.places[number]
-            if self.shares[place] != way:
-                return place[0][1], self.shares[place]
-        return None
 
     def _is_open_share(self, number: int, harmless: Mapping[int, bool]) -> bool:
         place = self.values.places[number]
@@ -282,32 +336,26 @@ class _Search:
             harmless[number] = is_right or (bool(after) and all(harmless[r] for r in after))
         return harmless
 
-    def _compare(self, found: WrongLine, place: Place) -> None:
+    def _compare(self, found: WrongLine, number: int) -> None:
         """What the wrong line is given, and reads, on one process, if that is something else."""
-        key, index = place
-        others = self.known.of.get(key, ())
-        if not others:
+        (key, _), other = self.values.places[number], self.others.get(number)
+        if other is None:
             return
-        other = others[index % len(others)]
         operator = key[2].split(".")[1].strip("_")
         found.is_random = operator.startswith(RANDOM)
-        own, given = self.values.numbers[self.values.of[key][index]], self.known.numbers[other]
+        own, given = self.values.numbers[number], self.known.numbers[other]
         found.is_causal = bool(own.get("is_causal"))
         found.numbers = tuple(
-            (
-                f"{operator} with {name} =" if name not in UNNAMED else f"{operator} with",
-                own[name],
-                value,
-            )
+            (f"{operator} with" + f" {name} =" * (name not in UNNAMED), own[name], value)
             for name, value in given.items()
             if name in own and own[name] != value
         )
         ran = {key[1] for key in self.values.of}
         _, between = self._sources(self.known, other)
-        found.never_here = tuple(line for line in between if line not in ran)
+        found.never_here = _lines_of(self.known, between, ran)
 
-    def _sources(self, values: Values, number: int) -> tuple[list[int], list[str]]:
-        """The nearest values with a counterpart from which one is computed, and lines between."""
+    def _sources(self, values: Values, number: int) -> tuple[list[int], list[int]]:
+        """The nearest values with a counterpart from which one is computed, and those between."""
         found, stack, seen = [], list(values.sources[number]), set[int]()
         while stack:
             source = stack.pop()
@@ -318,5 +366,11 @@ class _Search:
                 found.append(source)
             else:
                 stack += values.sources[source]
-        between = (values.places[s][0][1] for s in sorted(seen - set(found)))
-        return found, list(dict.fromkeys(between))
+        in_lines_of_both = sorted(found, key=lambda s: values.places[s][0] not in self.known.of)
+        return in_lines_of_both, sorted(seen - set(found))
+
+
+def _lines_of(values: Values, numbers: Sequence[int], without: Collection[str]) -> tuple[str, ...]:
+    """The lines of some values, each once."""
+    lines = dict.fromkeys(values.places[number][0][1] for number in numbers)
+    return tuple(line for line in lines if line not in without)

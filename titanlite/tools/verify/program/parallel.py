@@ -226,8 +226,13 @@ class _Measuring:
                 compared = tracer.compare(event, kept.first[event], known["outputs"][event])
                 trace.events |= {event: compared[0]} if compared is not None else {}
             return trace
+        if self.watched and self.watched > 1:
+            old = load(self.folder, -self.watched)["outputs"]
+            both = ((e, tracer.compare(e, kept.first[e], old[e])) for e in old.keys() & kept.first)
+            trace.outdated = frozenset(e for e, one in both if one and not one[0].wrong_calls)
         trace.over_parts = kept.values.over_parts()
-        trace.wrong_lines = wrong_lines(tracer, kept.values, self.folder, number)
+        found = wrong_lines(tracer, kept.values, self.folder, number)
+        trace.wrong_lines, trace.without_gradient = found
         trace.groups = {call: tuple(groups) for call, groups in kept.values.groups.items()}
         trace.exchanged = frozenset(kept.exchanged)
         return trace

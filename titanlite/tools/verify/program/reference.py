@@ -44,20 +44,23 @@ MOST_OUTPUT_BYTES = 1 << 29
 MOST_MIXED = 8
 
 
-def run_model(world: World, packed: bytes, folder: str, watched: int | None = None) -> ModelRun:
+def run_model(
+    world: World, packed: bytes, folder: str, watched: int | None = None, module: str = ""
+) -> ModelRun:
     """Train the reference on every batch and write a record of each step into `folder`.
 
-    With `watched`, only up to this step; the values of the caller's lines in it are saved, too.
+    With `watched`, only up to this step; the values of the caller's lines in it are saved, too, and
+    what modules return if the weights of this module, or all, are those of before the last update.
     """
     request: Request = pickles.loads(packed)
     try:
         with in_dtype(request.dtype):
-            return _run(build(request, None, is_reference=True), folder, watched)
+            return _run(build(request, None, is_reference=True), folder, watched, module)
     finally:
         clean_up()
 
 
-def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
+def _run(built: Built, folder: str, watched_step: int | None, module: str) -> ModelRun:
     request, model = built.request, built.modules[0]
     names: dict[int, list[str]] = {}
     held: dict[str, HeldPart] = {}
@@ -106,6 +109,14 @@ def _run(built: Built, folder: str, watched_step: int | None) -> ModelRun:
         store(found, folder, step)
         if step == watched_step:
             kept.values.save(folder)
+            if step > 1:
+                before, now = (load(folder, step - n)["weights"] for n in (2, 1))
+                for name, one in held.items():
+                    is_old = not module or name.startswith(f"{module}.")
+                    one.parameter.data.copy_((before if is_old else now)[name])
+                with subject.recorded(Events()) as old:
+                    built.run_step(batch)
+                store({"outputs": old.up_to(MOST_OUTPUT_BYTES)[0]}, folder, -step)
             break
         if step == 1:
             record.narrowed = (*narrowed, *by_optimizer) if request.dtype == "float64" else ()

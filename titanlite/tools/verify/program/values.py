@@ -29,6 +29,7 @@ RANDOM = ("rand", "normal", "bernoulli", "native_dropout", "multinomial", "unifo
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 # Numbers that are no values: sizes, too.
 NO_VALUE = ("dtype", "layout", "device", "pin_memory", "memory_format", "end")
+SAVED = ("places", "tensors", "sources", "numbers", "with_gradient")
 
 Place = tuple[Key, int]
 """Which of the values of a key."""
@@ -49,24 +50,28 @@ class Values:
     """Whether a value depends on no weight and no data, as positions counted from 0."""
     numbers: list[dict[str, Number]] = field(default_factory=list)
     """The numbers that each operator is given, by argument, without sizes."""
+    with_gradient: list[tuple[int, ...] | None] = field(default_factory=list)
+    """Those of its sources that have a gradient; None for a value computed without autograd."""
     completed: tuple[Place, Any] | None = None
     """The value that is reduced over a group of ranks before it is used, and that group."""
     groups: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
     """Call of a module -> the groups of ranks that exchange something inside it."""
+    exchanged: set[int] = field(default_factory=set)
+    """The values that a rank sends or receives."""
     num_bytes: int = 0
     _makers: Any = field(default_factory=WeakTensorKeyDictionary)
 
     def note(self, calls: Sequence[str], line: str, operator: Any, given: Any, result: Any) -> None:
         """Note the first tensor that an operator returns, inside calls of modules."""
         name = operator.name().partition("::")[2].partition(".")[0]
+        leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         if operator.namespace in COMMUNICATION:
             group = next(filter(None, map(group_of, tree_leaves(given))), None)
             # Ranks that deal out their rows need not have the same.
-            self.note_group(calls, None if "alltoall" in name.replace("_", "") else group)
+            self.note_group(calls, None if "alltoall" in name.replace("_", "") else group, leaves)
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not found:
             return
-        leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         sources = dict.fromkeys(self._makers[leaf] for leaf in leaves if leaf in self._makers)
         is_free = all(leaf in self._makers for leaf in leaves) and not name.startswith(RANDOM)
         self.is_free.append(is_free and all(self.is_free[source] for source in sources))
@@ -80,6 +85,8 @@ class Values:
         self.mixes.append(bool(leaves) and not is_by_row)
         self.tensors.append(self._copy(operator, found[0]))
         self.numbers.append(_numbers_in(operator, given))
+        graded = {self._makers[one] for one in leaves if one.requires_grad and one in self._makers}
+        self.with_gradient.append(tuple(graded) if torch.is_grad_enabled() else None)
 
     def complete(self, operator: Any, given: Any, result: Any) -> Any:
         """The result of the operator noted last; over all ranks of a group, if it is to be."""
@@ -106,8 +113,9 @@ class Values:
             if one is not None and operator_of(place[0]) in OVER_PARTS
         }
 
-    def note_group(self, calls: Sequence[str], group: Any) -> None:
-        """Note that the ranks of a group exchange something inside calls of modules."""
+    def note_group(self, calls: Sequence[str], group: Any, tensors: Sequence[Tensor]) -> None:
+        """Note that the ranks of a group exchange these inside calls of modules."""
+        self.exchanged |= {self._makers[one] for one in tensors if one in self._makers}
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         for call in calls:
             self.groups[call].add(ranks)
@@ -119,8 +127,7 @@ class Values:
 
     def save(self, folder: str) -> None:
         """Save what the ranks compare theirs with."""
-        found = self.places, self.tensors, self.sources, self.numbers
-        torch.save(found, Path(folder) / "values.pt")
+        torch.save({name: getattr(self, name) for name in SAVED}, Path(folder) / "values.pt")
 
     def _copy(self, operator: Any, value: Tensor) -> Tensor | None:
         is_open = operator.namespace in COMMUNICATION and operator is not WAIT
@@ -149,9 +156,7 @@ def _numbers_in(operator: Any, given: tuple[Any, Any]) -> dict[str, Number]:
 
 def load_values(folder: str) -> Values:
     """Those that one process has saved."""
-    path = Path(folder) / "values.pt"
-    places, tensors, sources, numbers = torch.load(path, mmap=True, weights_only=True)
-    known = Values(places=places, tensors=tensors, sources=sources, numbers=numbers)
-    for number, (key, _) in enumerate(places):
+    known = Values(**torch.load(Path(folder) / "values.pt", mmap=True, weights_only=True))
+    for number, (key, _) in enumerate(known.places):
         known.of[key].append(number)
     return known
