@@ -154,13 +154,10 @@ def test_a_cell_of_the_table(verifying: Verifier, name: str, plan: str) -> None:
     assert largest(found) < 10 * float(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [
-        pytest.param(*cell, marks=[] if cell == ("AdamW", "pp 2") else pytest.mark.slow)
-        for cell, said in CELLS.items()
-        if cell[1] in COMPOSED and "[" not in said
-    ],
+    [cell for cell, said in CELLS.items() if cell[1] in COMPOSED and "[" not in said],
 )
 def test_the_memory_of_a_cell_is_planned(verifying: Verifier, name: str, plan: str) -> None:
     resolved = resolve_job(JOBS[name](plan_of(plan)))
