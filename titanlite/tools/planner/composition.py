@@ -249,6 +249,8 @@ class ModelPart:
     """Whether its forward pass frees its input; else the backward pass does."""
     peak_again: Mapping[str, int] = field(default_factory=dict)
     """The peak of the backward pass if the gradients exist already."""
+    recomputed_bytes: int = 0
+    """What is recomputed for the backward pass; of what products of weights read, the largest."""
     around_experts: tuple[Segment, ...] = ()
     """If the experts are an FSDP unit: the backward pass cut where their weights are needed, where
     their own backward pass begins, and where it ends."""

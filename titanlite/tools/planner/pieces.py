@@ -111,12 +111,13 @@ def trace_pieces(
         kept = boundary * ((name == "before") - (name == "after"))
         left = kept - forward.net.get("activations", 0)
         net = {**backward.net, "activations": left}
-        late_bytes, peak_again, cuts = backwards[name]
+        late_bytes, peak_again, recomputed, cuts = backwards[name]
         if cuts:
             left -= sum(one.net.get("activations", 0) for one in cuts[:-1])
             cuts[-1] = replace(cuts[-1], net={**cuts[-1].net, "activations": left})
         of = units.get(name, {}), buffers[name], late_bytes, bool(taken.get(name))
-        return ModelPart(forward, replace(backward, net=net), *of, peak_again, tuple(cuts))
+        backward = replace(backward, net=net)
+        return ModelPart(forward, backward, *of, peak_again, recomputed, tuple(cuts))
 
     # The last of each kind is the most typical: the first block of all has other neighbours.
     of_kind = dict(zip(fewer.kept_kinds, fewer.kept, strict=True))
@@ -375,6 +376,7 @@ class _Backward(NamedTuple):
 
     late_bytes: int
     peak_again: Mapping[str, int]
+    recomputed_bytes: int
     around_experts: list[Segment]
 
 
@@ -384,7 +386,25 @@ def _backward(
     again = segment_of(_adding(run, category_of), category_of, dict(sizes))
     cuts, of_cuts = _cut_around(run, experts) if experts else (), dict(sizes)
     around = [segment_of(one, category_of, of_cuts) for one in cuts]
-    return _Backward(_late_bytes(run, category_of, sizes), again.peak, around)
+    of_run = _late_bytes(run, category_of, sizes), again.peak, _recomputed_bytes(run)
+    return _Backward(*of_run, around)
+
+
+def _recomputed_bytes(events: Iterable[Event]) -> int:
+    """The bytes of ModelPart.recomputed_bytes."""
+    made: dict[int, int] = {}
+    total, largest, name = 0, 0, ""
+    for event in events:
+        if isinstance(event, Operator):
+            name = event.name
+        elif isinstance(event, Allocation) and event.place.phase == "recomputation":
+            made[event.block] = event.num_bytes
+        elif isinstance(event, Allocation) and not event.num_bytes:
+            size = made.pop(event.block, 0)
+            if "mm" in name:
+                size, largest = 0, max(largest, size)
+            total += size
+    return total + largest
 
 
 def _adding(events: Iterable[Event], category_of: Mapping[int, str]) -> Iterator[Event]:

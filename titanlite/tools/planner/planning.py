@@ -8,7 +8,7 @@ whose communication is the same and whose peaks differ by a few percent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -199,11 +199,8 @@ def plan_job(
         plan.warnings.append(
             f"memory: {where} frees more than the parts of the model took; the peak may be too low"
         )
-    if compositions and (again := _repeated_in_halves(resolved)):
-        plan.notes.append(
-            f"schedule: it splits the backward pass, and each half runs {again} again; composed "
-            "steps count this once, so their time and peak are too low"
-        )
+    if compositions:
+        plan.notes += _notes_on_halves(resolved)
     if hardware is not None and hardware.accuracy is not None:
         rows = hardware.accuracy.rows
         plan.notes.append(f"ranges: of about four in five runs in {rows}, as shares of their plans")
@@ -280,14 +277,22 @@ def plannable(
     return config, notes
 
 
-def _repeated_in_halves(resolved: ResolvedJob) -> str:
-    """What both halves of a split backward pass run; "" for nothing."""
+def _notes_on_halves(resolved: ResolvedJob) -> Iterator[str]:
+    """What a split backward pass repeats."""
     config, pipeline = resolved.config, resolved.pipeline
     if pipeline is None or not pipeline.schedule.splits_backward:
-        return ""
-    found = ["the recomputation"] if config.activation_checkpoint.mode != "none" else []
-    found += ["float8 products"] if FLOAT8.is_on(config) else []
-    return " and ".join(found)
+        return
+    splits = "schedule: it splits the backward pass, and"
+    if config.activation_checkpoint.mode != "none":
+        yield (
+            f"{splits} PyTorch recomputes a block once for each of its weights, and keeps all that "
+            "until the last; without activation checkpointing it may take less memory"
+        )
+    if FLOAT8.is_on(config):
+        yield (
+            f"{splits} each half runs float8 products again; composed steps count this once, so "
+            "their time and peak are too low"
+        )
 
 
 def _smaller_of(step: Trace | Composition, eager: Mapping[int, Composition]) -> Trace | Composition:

@@ -40,6 +40,7 @@ def _part(one: ModelPart, two: ModelPart, factor: int) -> ModelPart:
         forward=_segment(one.forward, two.forward, factor),
         backward=_segment(one.backward, two.backward, factor),
         late_bytes=_at(one.late_bytes, two.late_bytes, factor),
+        recomputed_bytes=_at(one.recomputed_bytes, two.recomputed_bytes, factor),
         peak_again=_bytes(one.peak_again, two.peak_again, factor),
         around_experts=tuple(
             _segment(*pair, factor)

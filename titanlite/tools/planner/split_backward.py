@@ -11,7 +11,7 @@ from dataclasses import replace
 from titanlite.quantities import ITEMSIZE
 from titanlite.schedule.actions import BACKWARD_WEIGHT
 from titanlite.tools.planner.composition import ModelPart, Segment, Weight
-from titanlite.tools.planner.events import Event, Operator
+from titanlite.tools.planner.events import Allocation, Event, Operator, Wait
 
 BACKWARD_PHASE = "backward"
 
@@ -23,9 +23,10 @@ def half_of(
 
     The products of weight gradients, which have a weight's shape, are left for the second half.
     Until it has run, PyTorch keeps the graph of the first half: its activations, and the gradients
-    from which those of the weights are computed: one for each product and each vector. Under
-    activation checkpointing it recomputes in both halves; the recomputation is counted once. In the
-    pieces, `of_weights` of the temporary bytes are the gradients of the weights.
+    from which those of the weights are computed: one for each product and each vector. It runs the
+    second half once for each of these. Under activation checkpointing each time recomputes the
+    part. What has been recomputed is there until the last one has run, but for the inputs of those
+    before. In the pieces, `of_weights` of the temporary bytes are the gradients of the weights.
     """
     whole = part.backward
     events: list[Event] = []
@@ -41,7 +42,13 @@ def half_of(
     if kind == BACKWARD_WEIGHT:
         gradients = 0 if has_gradients else whole.net.get("gradients", 0)
         net = {"activations": kept - read, "gradients": gradients}
-        return replace(whole, events=tuple(events), net=net, peak={})
+        peak = {}
+        if part.recomputed_bytes:
+            times = len(is_later) + len(_modules_of_vectors(part))
+            events = [*_recomputation(whole) * times, *events]
+            left = (times - 1) * part.recomputed_bytes
+            net["temporary"], peak = left, {"temporary": left + whole.peak.get("temporary", 0)}
+        return replace(whole, events=tuple(events), net=net, peak=peak)
     without = ("gradients", "activations")
     net = {name: num_bytes for name, num_bytes in whole.net.items() if name not in without}
     peak = {name: num_bytes for name, num_bytes in whole.peak.items() if name not in without}
@@ -74,6 +81,27 @@ def _read_for_vectors(part: ModelPart, boundary_bytes: int) -> int:
                 read += 0 if is_product else event.bytes_read
         is_product = bool(event.shape)
     return read + boundary_bytes * len({_module_of(weight) for weight in vectors} - matrices)
+
+
+def _modules_of_vectors(part: ModelPart) -> set[str]:
+    """The modules with trained vectors alone: norms."""
+    trained = [weight for weight in part.weights if weight.is_trained]
+    matrices = {_module_of(weight) for weight in trained if len(weight.shape) > 1}
+    return {_module_of(weight) for weight in trained} - matrices
+
+
+def _recomputation(segment: Segment) -> list[Event]:
+    """The events of a recomputation, with the waits for its communication."""
+    found: list[Event] = []
+    started: set[int] = set()
+    for event in segment.events:
+        if isinstance(event, Wait):
+            if event.number in started:
+                found.append(event)
+        elif not isinstance(event, Allocation) and event.place.phase == "recomputation":
+            found.append(event)
+            started.add(getattr(event, "number", 0))
+    return found
 
 
 def _module_of(weight: Weight) -> str:

@@ -77,6 +77,10 @@ FLOAT8 = {
 SCHEDULE = f"{P}pipeline_parallel_schedule="
 SPLIT = {
     "joined products": ("llama_tiny", f"{P}pipeline_parallel_degree=2", f"{SCHEDULE}ZBVZeroBubble"),
+    "recomputation": (
+        *("llama_tiny", f"{P}pipeline_parallel_degree=2", f"{SCHEDULE}ZBVZeroBubble"),
+        "--activation_checkpoint.mode=full",
+    ),
     "biases, a tied head": ("gpt2_pp2_tp2", f"{SCHEDULE}ZBVZeroBubble"),
     "bfloat16, tp": ("pp2_tp2_fsdp2", f"{SCHEDULE}InterleavedZeroBubble", BF16),
     "bfloat16, cp": ("llama_pp2_cp2", f"{SCHEDULE}DualPipeV", BF16),
@@ -262,7 +266,7 @@ def test_a_plan_says_what_a_split_backward_pass_repeats() -> None:
         ]
     )
     (note,) = plan_job(resolve_job(config), method=PIECES, use_cache=False).notes
-    assert note.startswith("schedule: it splits the backward pass, and each half runs the recomp")
+    assert note.startswith("schedule: it splits the backward pass, and PyTorch recomputes a block")
     one = override(config, {"activation_checkpoint.mode": "none"})
     assert plan_job(resolve_job(one), method=PIECES, use_cache=False).notes == []
 
