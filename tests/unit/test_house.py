@@ -21,7 +21,7 @@ TOOLS = ROOT / "titanlite/tools"
 # averages of weights, scores of attention that transformers' models have, what a plan advises, and
 # the uses of a weight in compare, experts of transformers, and rings and windows of attention
 # without masks. The core, which has the first three of these and the last two, stays below 34,000.
-CORE, LIBRARY, TESTS = 33_970, 81_225, 47_175
+CORE, LIBRARY, TESTS = 33_970, 81_280, 47_180
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
 GUIDES, PAGES = 25_720, 73_330
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.

@@ -200,7 +200,7 @@ def plan_job(
             f"memory: {where} frees more than the parts of the model took; the peak may be too low"
         )
     if compositions:
-        plan.notes += _notes_on_halves(resolved)
+        plan.notes.extend(_notes_on_halves(resolved))
     if hardware is not None and hardware.accuracy is not None:
         rows = hardware.accuracy.rows
         plan.notes.append(f"ranges: of about four in five runs in {rows}, as shares of their plans")

@@ -193,6 +193,8 @@ def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
     limit = 0.01
     if (pipeline := resolved.pipeline) is not None:
         limit = 0.06 if pipeline.schedule.splits_backward else 0.035
+        if limit == 0.06 and config.activation_checkpoint.mode != "none":
+            limit = 0.2
     traced = trace_pieces(resolved, is_compiled=True)
     composed = compose(resolved, traced)
     of_three = override(config, {"training.global_batch_size": 3 * resolved.global_batch_size})
