@@ -18,7 +18,8 @@ test: $(READY) check
 	$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST_FIRST)
 
 test-all: $(SITE_READY) check
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST_FIRST)
+	$(BIN)/pytest -q -m alone
 
 # On the oldest and the newest torch. For Linux, PyPI has them as CUDA builds of several GB each.
 test-versions:

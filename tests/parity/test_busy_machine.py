@@ -16,6 +16,8 @@ from titanlite.ranks.world import World
 from titanlite.tools.verify.matrix import job_of, plans_of
 from titanlite.tools.verify.pool import RankPool
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 NUM_RANKS, NUM_OTHERS = 8, 4
 STEPS, LONGEST_SECONDS = 5000, 30 * 60
 
@@ -32,7 +34,6 @@ def busy_machine() -> Iterator[None]:
         process.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(LONGEST_SECONDS + 600)
 @needs_proc
 @pytest.mark.usefixtures("busy_machine")
@@ -69,7 +70,6 @@ def look_often(_: World) -> None:
     watch.POLL_SECONDS = 0.005
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_watching_harms_no_rank_that_compiles() -> None:
     with RankPool(4, timeout_seconds=180) as pool:

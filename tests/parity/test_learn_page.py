@@ -30,6 +30,7 @@ def cells_of(name):
     return [cell.strip() for cell in row.strip("|").split(" | ")]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOPICS)
 def test_numbers_are_those_of_the_table(name, numbers):

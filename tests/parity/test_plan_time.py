@@ -7,11 +7,12 @@ from tests.benchmarks.plan_time import JOBS, compare, errors
 from tests.benchmarks.plan_timelines import CASES, Case
 from titanlite.tools.planner.hardware import load_hardware
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 # Mean 7.6% and worst 18.7% were measured; what else runs on the machine changes them.
 MEAN, WORST = 0.12, 0.25
 
 
-@pytest.mark.slow
 def test_predicted_steps_are_those_of_this_machine() -> None:
     rows = compare(JOBS)
     assert len(rows) >= 12
@@ -21,7 +22,6 @@ def test_predicted_steps_are_those_of_this_machine() -> None:
     assert worst <= WORST, shown
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_predicted_timelines_are_those_of_this_machine(case: Case) -> None:
     """Pauses and the link's delays dominate the step, so other processes matter little."""
