@@ -287,7 +287,7 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
     by_name = draws_by_name(plain.model)
     with as_config_error():
         of_plain = plain.model, plain.plan, plain.example
-        made = split_and_parallelize(resolved, meshes, *of_plain, builders.ddp, builders.hardware)
+        made = split_and_parallelize(resolved, meshes, *of_plain, builders.ddp)
     made.applied += _separate_draws(resolved, world, made.parts, plain.draws, plain.plan)
     keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
     stages = (0,) if made.pipeline is None else made.pipeline.numbers

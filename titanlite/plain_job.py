@@ -9,7 +9,7 @@ token costs are found here, on "meta".
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from titanlite.parallelize import ParallelPlan
 from titanlite.parallelize.ddp.apply import DDPReport, apply_ddp
 from titanlite.parallelize.feature import Feature
 from titanlite.parallelize.parallelize import step_of, uses_loss_parallel
-from titanlite.parallelize.part import DTYPES, DeviceSupport
+from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.plan import NEEDED, lacks_plan
 from titanlite.parallelize.steps import STEPS
 from titanlite.parallelize.tensor_account import tensors_of
@@ -109,8 +109,6 @@ class Builders:
     """Builds the data set of a split."""
     ddp: Callable[..., DDPReport] = apply_ddp
     """Replicates a model, as apply_ddp does."""
-    hardware: DeviceSupport = field(default_factory=DeviceSupport)
-    """What the job's device can do."""
     materialize: Callable[[Sequence[nn.Module]], None] | None = None
     """Allocates the parts of the model, without initial values; None: they are drawn."""
 

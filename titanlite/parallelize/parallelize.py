@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
 
 from torch import nn
 
@@ -18,7 +17,7 @@ from titanlite.modules.tied import find_tied
 from titanlite.parallelize.activation_checkpoint.apply import RecomputationReport
 from titanlite.parallelize.ddp.apply import DDPReport, apply_ddp
 from titanlite.parallelize.feature import Feature
-from titanlite.parallelize.part import DTYPES, DeviceSupport, FeatureStep, Part
+from titanlite.parallelize.part import DTYPES, FeatureStep, Part
 from titanlite.parallelize.pipeline_parallel.apply import PipelineRunner, split_model
 from titanlite.parallelize.plan import ParallelPlan, block_lists, find_blocks, find_plan
 from titanlite.parallelize.steps import STEPS
@@ -42,7 +41,6 @@ def parallelize(
     *,
     whole: nn.Module | None = None,
     ddp: Callable[..., DDPReport] = apply_ddp,
-    hardware: DeviceSupport | None = None,
 ) -> tuple[list[PlanRow], RecomputationReport]:
     """Apply every step that `config` enables to `model`, in place.
 
@@ -52,7 +50,6 @@ def parallelize(
     name modules that only the whole model has. `ddp` replicates a model where apply_ddp would.
     """
     part = Part(model, config, dims, meshes, plan or find_plan(model), whole, ddp)
-    part.hardware = hardware or part.hardware
     rows = [
         step_of(feature).apply(part)
         if feature.is_on(config)
@@ -82,7 +79,6 @@ def split_and_parallelize(
     plan: ParallelPlan,
     example: Batch,
     ddp: Callable[..., DDPReport] = apply_ddp,
-    hardware: DeviceSupport | None = None,
 ) -> Parallelized:
     """Split `model` into the stages of the job's pipeline and `parallelize` those of this rank.
 
@@ -93,16 +89,15 @@ def split_and_parallelize(
     if pipeline_plan is None or meshes.pp is None:
         has_blocks = plan.blocks is None or find_blocks(model, plan)
         found = [] if has_blocks and not plan.is_derived else [_blocks_row(model, plan)]
-        applied, report = parallelize(model, config, dims, meshes, plan, ddp=ddp, hardware=hardware)
+        applied, report = parallelize(model, config, dims, meshes, plan, ddp=ddp)
         off = PlanRow("pipeline parallel", "off", "off")
         return Parallelized([model], None, [*found, off, *applied], report)
     tied = find_tied(model)
     plain_parts = split_model(model, pipeline_plan.stages, plan.stage_forward)
     stages = pipeline_plan.stages_of(meshes.pp.get_local_rank())
     parts = {stage: copy.deepcopy(plain_parts[stage]) for stage in stages}
-    of_model: dict[str, Any] = {"whole": model, "ddp": ddp, "hardware": hardware}
     done = {
-        stage: parallelize(part, config, dims, meshes, plan, **of_model)
+        stage: parallelize(part, config, dims, meshes, plan, whole=model, ddp=ddp)
         for stage, part in parts.items()
     }
     pipeline = PipelineRunner(

@@ -12,20 +12,10 @@ from titanlite.mesh.device_mesh import Meshes
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.parallelize.activation_checkpoint.apply import RecomputationReport
 from titanlite.parallelize.ddp.apply import DDPReport, apply_ddp
-from titanlite.parallelize.float8.linear import has_hardware
-from titanlite.parallelize.fsdp.apply import can_pin
 from titanlite.parallelize.plan import ParallelPlan
 from titanlite.plan_row import PlanRow
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class DeviceSupport:
-    """What a device can do: whether it pins CPU memory, and has float8 units for a dtype."""
-
-    can_pin: Callable[[str], bool] = can_pin
-    has_float8: Callable[[torch.device | str, torch.dtype, str], bool] = has_hardware
 
 
 @dataclass
@@ -39,7 +29,6 @@ class Part:
     plan: ParallelPlan
     whole: nn.Module | None
     ddp: Callable[..., DDPReport] = apply_ddp
-    hardware: DeviceSupport = field(default_factory=DeviceSupport)
     recomputation: RecomputationReport = field(default_factory=lambda: RecomputationReport(()))
     rings: Mapping[str, str] = field(default_factory=dict)
 

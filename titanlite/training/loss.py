@@ -5,7 +5,7 @@ pass. The spec of a data set names its loss.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titanlite.errors import TitanliteError
 from titanlite.modules.batch import IGNORE_INDEX, Batch, call_model, join
+from titanlite.modules.device_support import support
 from titanlite.registry import LossSpec, load
 
 # The bytes of logits that a loss casts at a time.
@@ -202,7 +203,7 @@ def _reduced(tensor: Any, operator: str, group: str) -> Any:
 
 def prefers_small_chunks(logits: Tensor) -> bool:
     """Whether small chunks are faster, since they fit into a CPU's cache."""
-    return logits.is_cpu
+    return support().capability(logits.device) == (0, 0)
 
 
 def rows_at_once(dtype: torch.dtype, logits: Tensor) -> int:
@@ -214,15 +215,9 @@ def rows_at_once(dtype: torch.dtype, logits: Tensor) -> int:
     return max(1, logits.size(0) if torch.compiler.is_compiling() else most)
 
 
-def chunks(dtype: torch.dtype, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """Some rows of logits [N, V] at a time, and the same ones of others [N, ...].
-
-    The same is done with each chunk, and the result is written into rows of the others: a plan
-    runs a few of them.
-    """
-    number = rows_at_once(dtype, logits)
-    # No generator: in a backward pass torch 2.14 does not compile one.
-    return list(zip(*(one.split(number) for one in (logits, *others)), strict=True))
+def chunks(dtype: torch.dtype, logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Some rows of logits [N, V] at a time, and the same ones of others [N, ...]."""
+    return support().chunks(rows_at_once(dtype, logits), (logits, *others))
 
 
 def whole_loss(loss: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.modules.attention.layout import Tile
+from titanlite.modules.device_support import support
 
 KNOWN = "titanlite_documents"
 
@@ -106,7 +107,7 @@ class Documents:
 @torch.compiler.assume_constant_result
 def takes_rows(device: torch.device) -> bool:
     """Whether the device has a kernel for sequences one after another, and for windows."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return support().capability(device) >= (8, 0)
 
 
 def rows_of(own: np.ndarray, theirs: np.ndarray, device: torch.device) -> Rows:

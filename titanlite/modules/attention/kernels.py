@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanlite.modules.attention.documents import Rows
+from titanlite.modules.device_support import support
 
 aten = torch.ops.aten
 
@@ -26,7 +27,7 @@ def choose_kernel(
 ) -> "Kernel":
     """The fastest kernel that supports these inputs; the plain kernel supports all."""
     inputs = torch.device(device), dtype, head_dim
-    kernels = (kernel for kernel in KERNELS if kernel.takes_masks or not masked)
+    kernels = (kernel for kernel in support().kernels(KERNELS) if kernel.takes_masks or not masked)
     return next(kernel for kernel in kernels if not kernel.refusal(*inputs))
 
 
@@ -34,9 +35,10 @@ def explain_choice(device: torch.device | str, dtype: torch.dtype, head_dim: int
     """One line: the kernel that `choose_kernel` picks, and why the faster ones do not apply."""
     chosen = choose_kernel(device, dtype, head_dim)
     device = torch.device(device)
+    kernels = support().kernels(KERNELS)
     refusals = [
         f"not {kernel.name}, which {kernel.refusal(device, dtype, head_dim)}"
-        for kernel in KERNELS[: KERNELS.index(chosen)]
+        for kernel in kernels[: kernels.index(chosen)]
         if kernel.device_type == device.type
     ]
     if not refusals and isinstance(chosen, Plain):
@@ -107,7 +109,7 @@ class CpuFlash(Kernel):
     name = "CPU flash"
     device_type = "cpu"
     # It computes keys in blocks of 512 and does not skip the masked half within a block.
-    smallest_triangle = 256
+    smallest_triangle: ClassVar[int | None] = 256
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
     def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:

@@ -17,14 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.errors import TitanliteError
 from titanlite.modules.names import canonical_name
-from titanlite.parallelize.float8.linear import (
-    MULTIPLE,
-    AmaxGroups,
-    Float8Linear,
-    Groups,
-    HasUnits,
-    has_hardware,
-)
+from titanlite.parallelize.float8.linear import MULTIPLE, AmaxGroups, Float8Linear, Groups
 from titanlite.parallelize.float8.torchao import find_recipe, load_torchao
 from titanlite.parallelize.plan import ParallelPlan, match_modules
 from titanlite.parallelize.tensor_parallel.apply import BY_ROWS, weight_placements
@@ -47,7 +40,6 @@ def apply_float8(
     *,
     filter_fqns: Sequence[str] = (),
     emulate: bool = False,
-    has_units: HasUnits = has_hardware,
     token_mesh: DeviceMesh | None = None,
     tp_mesh: DeviceMesh | None = None,
     whole: nn.Module | None = None,
@@ -59,7 +51,7 @@ def apply_float8(
     call the layers' own method `product`. A scale of a whole tensor is computed over all ranks that
     have a part of it: those with other tokens of the same microbatch (every dimension of
     `token_mesh`), and those with other features of the layer (the 1-D `tp_mesh`). With `emulate`,
-    the device's float8 units are not used; `has_units` says whether it has any.
+    the device's float8 units are not used.
 
     Raises TitanliteError if no layer can be converted; for a pipeline stage, if none of the `whole`
     model can.
@@ -75,7 +67,7 @@ def apply_float8(
     for name in chosen:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        converted = Float8Linear(layer, of_recipe, groups, emulate=emulate, has_units=has_units)
+        converted = Float8Linear(layer, of_recipe, groups, emulate=emulate)
         if not name:
             raise TitanliteError(
                 "apply_float8: model is itself a linear layer and cannot be replaced in place; "

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.errors import TitanliteError
+from titanlite.modules.device_support import support
 from titanlite.parallelize.float8.torchao import Recipe
 
 # The same as torchao's; it prevents a division by zero.
@@ -142,10 +143,6 @@ _VIEWS = (_aten.view.default, _aten.as_strided.default, _aten._unsafe_view.defau
 _SAME_SHAPE = (*_VIEWS, _aten.detach.default, _aten.alias.default)
 
 
-HasUnits = Callable[[torch.device | str, torch.dtype, str], bool]
-"""Whether a device has float8 units for a dtype and a recipe."""
-
-
 class Float8Linear(nn.Linear):
     """nn.Linear with products in float8. It takes over the parameters of `layer` unchanged.
 
@@ -154,18 +151,11 @@ class Float8Linear(nn.Linear):
     """
 
     def __init__(
-        self,
-        layer: nn.Linear,
-        recipe: Recipe,
-        groups: AmaxGroups,
-        *,
-        emulate: bool = False,
-        has_units: HasUnits | None = None,
+        self, layer: nn.Linear, recipe: Recipe, groups: AmaxGroups, *, emulate: bool = False
     ) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight, self.bias = layer.weight, layer.bias
         self.recipe, self.groups, self.emulate = recipe, groups, emulate
-        self.has_units = has_units or has_hardware
         self.was_multiplied = False
         self.observed: list[tuple[str, bool, float]] | None = None
         """If a list, each product appends ("input", whether it has a scale per row, its largest
@@ -216,7 +206,7 @@ class Float8Linear(nn.Linear):
         """The scaling of a product with this layer's weight or a shard of it."""
         cut = "out" if weight.size(0) < self.out_features else ""
         cut = "in" if weight.size(1) < self.in_features else cut
-        hardware = not self.emulate and self.has_units(x.device, x.dtype, self.recipe.name)
+        hardware = not self.emulate and has_hardware(x.device, x.dtype, self.recipe.name)
         return Scaling(self.recipe, self.groups, cut, hardware)
 
     def _forward_of_shards(self, x: Tensor, weight: DTensor) -> Tensor:
@@ -255,9 +245,7 @@ def has_hardware(device: torch.device | str, dtype: torch.dtype, recipe: str) ->
     Its rowwise products have only bfloat16 outputs.
     """
     dtypes = (torch.bfloat16, torch.float32) if recipe == "tensorwise" else (torch.bfloat16,)
-    if torch.device(device).type != "cuda" or dtype not in dtypes:
-        return False
-    return torch.cuda.get_device_capability() >= (8, 9)
+    return dtype in dtypes and support().capability(device) >= (8, 9)
 
 
 class _Products(torch.autograd.Function):

@@ -17,6 +17,7 @@ from titanlite.parallelize.float8.apply import (
     refused_shapes,
 )
 from titanlite.parallelize.float8.gather import gather_in_float8, precompute_scales
+from titanlite.parallelize.float8.linear import has_hardware
 from titanlite.parallelize.float8.spec import SECTION, Float8Section
 from titanlite.parallelize.part import DTYPES, FeatureStep, Part
 from titanlite.parallelize.plan import ParallelPlan
@@ -32,7 +33,6 @@ def apply(part: Part) -> PlanRow:
         recipe,
         filter_fqns=section.filter_fqns,
         emulate=section.emulate,
-        has_units=part.hardware.has_float8,
         token_mesh=None if section.local_scales else meshes.tokens or meshes.dp,
         tp_mesh=meshes.tp,
         whole=part.whole,
@@ -46,7 +46,7 @@ def apply(part: Part) -> PlanRow:
     dtype, device = config.training.param_dtype, meshes.world.device_type
     if section.emulate:
         notes.append("products emulated")
-    elif part.hardware.has_float8(device, DTYPES[dtype], recipe):
+    elif has_hardware(device, DTYPES[dtype], recipe):
         notes.append("products by torch._scaled_mm")
     else:
         notes.append(f"products emulated: {device} has none for {recipe} in {dtype}")

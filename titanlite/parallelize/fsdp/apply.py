@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.errors import TitanliteError
 from titanlite.mesh.parallel_dims import expert_shard_dim
+from titanlite.modules.device_support import support
 from titanlite.modules.experts import expert_layers
 from titanlite.modules.gradient_sums import clear_sums, sum_gradient
 from titanlite.modules.names import canonical_name
@@ -171,11 +172,8 @@ def _with_forward(module: nn.Module) -> list[nn.Module]:
 
 
 def can_pin(device_type: str) -> bool:
-    """Whether the ranks of this device can pin CPU memory: that needs a CUDA context.
-
-    Source: https://github.com/pytorch/pytorch/issues/150240
-    """
-    return device_type == "cuda"
+    """Whether ranks can pin CPU memory: that needs a CUDA context (PyTorch's issue 150240)."""
+    return support().capability(device_type) > (0, 0)
 
 
 def _keep_scalars(model: nn.Module, dp_mesh: DeviceMesh) -> set[nn.Parameter]:

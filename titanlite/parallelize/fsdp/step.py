@@ -1,7 +1,7 @@
 """Data parallelism as a step: FSDP2 or DDP, and the row of the effective plan."""
 
 from titanlite.mesh.parallel_dims import axes_where
-from titanlite.parallelize.fsdp.apply import apply_fsdp
+from titanlite.parallelize.fsdp.apply import apply_fsdp, can_pin
 from titanlite.parallelize.part import DTYPES, FeatureStep, Part
 from titanlite.plan_row import PlanRow
 
@@ -21,7 +21,7 @@ def apply(part: Part) -> PlanRow:
         note = f"buckets of {report.bucket_cap_mb} MB"
         return PlanRow("data parallel", requested, requested, note)
     own_shards = meshes.experts is not None and dims.num_expert_shards > 1
-    pins = training.cpu_offload_pin_memory and part.hardware.can_pin(meshes.world.device_type)
+    pins = training.cpu_offload_pin_memory and can_pin(meshes.world.device_type)
     units = apply_fsdp(
         model,
         meshes.dp,

@@ -29,20 +29,17 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from titanlite.config import ResolvedJob
 from titanlite.config.data import spec_for
 from titanlite.data.spec import Dataset
-from titanlite.modules.attention import dense, documents
 from titanlite.modules.attention.documents import note, noted
 from titanlite.modules.attention.kernels import CpuFlash
 from titanlite.modules.batch import Batch
+from titanlite.modules.device_support import DeviceSupport, supported_as
 from titanlite.modules.tied import find_tied, tie
 from titanlite.parallelize.ddp import apply as ddp
 from titanlite.parallelize.float8.gather import Float8Shard
-from titanlite.parallelize.float8.linear import has_hardware
-from titanlite.parallelize.part import DeviceSupport
 from titanlite.plain_job import Builders, build_dataset, build_plain_model
 from titanlite.ranks.world import World
 from titanlite.tools.planner.events import Allocation
 from titanlite.tools.planner.recorder import StepRecorder
-from titanlite.training import loss
 
 
 @contextlib.contextmanager
@@ -71,11 +68,8 @@ def _forget_groups() -> None:
     _redistribute._gen_transform_infos.cache_clear()
 
 
-def fake_builders(mode: FakeTensorMode, device: torch.device, planned: str = "cpu") -> Builders:
-    """Builders of a job without values: fake parameters, samples of zeros, DDP in Python.
-
-    A job that is `planned` for "cuda" has float8 units, also where there is no GPU.
-    """
+def fake_builders(mode: FakeTensorMode, device: torch.device) -> Builders:
+    """Builders of a job without values: fake parameters, samples of zeros, DDP in Python."""
 
     def materialize(parts: Sequence[nn.Module]) -> None:
         with mode:
@@ -84,12 +78,7 @@ def fake_builders(mode: FakeTensorMode, device: torch.device, planned: str = "cp
                 part.to_empty(device=device)
                 tie(part, tied)
 
-    hardware = DeviceSupport()
-    if planned == "cuda":
-        # FSDP2 copies offloaded parameters from pinned memory.
-        units = has_hardware if torch.cuda.is_available() else has_float8_units
-        hardware = DeviceSupport(lambda _: True, units)
-    return Builders(build_plain_model, dataset_without_data, apply_ddp, hardware, materialize)
+    return Builders(build_plain_model, dataset_without_data, apply_ddp, materialize)
 
 
 def faked(batch: Batch, mode: FakeTensorMode) -> Batch:
@@ -105,23 +94,16 @@ def faked(batch: Batch, mode: FakeTensorMode) -> Batch:
 def stand_ins(device_type: str = "cpu", *, fuses_norms: bool = True) -> Iterator[None]:
     """Inside, torch has stand-ins for what cannot run on fake tensors.
 
-    Where there is no GPU, a planned "cuda" device has a kernel that skips the masked half of causal
-    attention by itself, one for documents in a row, and if it `fuses_norms` one for RMSNorm, which
-    keeps its input and no float32 copy of it. The loss has a GPU's chunks.
+    A planned "cuda" device has the support of a GPU. Where there is none, it has, if it
+    `fuses_norms`, a kernel for RMSNorm, which keeps its input and no float32 copy of it.
     """
     with contextlib.ExitStack() as stack:
         if device_type == "cuda":
             # FSDP2 copies offloaded parameters from pinned memory.
             stack.enter_context(patch.object(FakeTensor, "is_pinned", lambda *_: True, create=True))
-        if device_type == "cuda" and not torch.cuda.is_available():
-            stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
-            stack.enter_context(patch.object(CpuFlash, "takes_masks", False))
-            for place in (documents, dense):
-                stack.enter_context(patch.object(place, "takes_rows", lambda _: True))
-            stack.enter_context(patch.object(loss, "prefers_small_chunks", lambda _: False))
-            if fuses_norms:
+            if fuses_norms and not torch.cuda.is_available():
                 stack.enter_context(patch.object(torch, "rms_norm", fused_rms_norm))
-        stack.enter_context(patch.object(loss, "chunks", partial(few_chunks, loss.chunks)))
+        stack.enter_context(supported_as(PlannedGpu() if device_type == "cuda" else Planned()))
         for place, name, stand_in in (
             (torch, "compile", partial(compile_as_graph, torch.compile)),
             (functional_collectives, "_are_we_tracing", is_compiling),
@@ -134,23 +116,22 @@ def stand_ins(device_type: str = "cpu", *, fuses_norms: bool = True) -> Iterator
         yield
 
 
-def few_chunks(chunks: Any, dtype: torch.dtype, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """The chunks of a loss; of equal ones in a trace, three run, and stand for all.
+class Planned(DeviceSupport):
+    """Of a loss's equal chunks, which can be hundreds, three run in a trace and stand for all."""
 
-    A large vocabulary has hundreds, which took two thirds of the time of a trace.
-    """
-    modes = _get_current_dispatch_mode_stack()
-    recorders = [mode for mode in modes if isinstance(mode, StepRecorder)]
-    # The compiler takes no generator here.
-    if torch.compiler.is_compiling() or not recorders:
-        return chunks(dtype, *tensors)
-    return _run_few(recorders[-1], dtype, *tensors)
+    def chunks(self, size: int, tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
+        modes = _get_current_dispatch_mode_stack()
+        recorders = [mode for mode in modes if isinstance(mode, StepRecorder)]
+        # The compiler takes no generator here.
+        if torch.compiler.is_compiling() or not recorders:
+            return super().chunks(size, tensors)
+        return _run_few(recorders[-1], size, tensors)
 
 
 def _run_few(
-    recorder: StepRecorder, dtype: torch.dtype, *tensors: Tensor
+    recorder: StepRecorder, number: int, tensors: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, ...]]:
-    size, number = len(tensors[0]), loss.rows_at_once(dtype, tensors[0])
+    size = len(tensors[0])
     num_equal, first = size // number, 0
     while first < size:
         before = len(recorder.events)
@@ -160,6 +141,25 @@ def _run_few(
             first = num_equal * number
             again = [one for one in recorder.events[before:] if not isinstance(one, Allocation)]
             recorder.events += again * (num_equal - 3)
+
+
+class FlashOfGpu(CpuFlash):
+    """On the CPU, a kernel of a GPU, which skips the masked half of causal attention by itself."""
+
+    smallest_triangle = None
+    takes_masks = False
+
+
+class PlannedGpu(Planned):
+    """A GPU, which may not be here, or may copy from a host whose memory is planned too."""
+
+    flash = FlashOfGpu()
+
+    def capability(self, device: torch.device | str) -> tuple[int, int]:
+        return super().capability("cuda") if torch.cuda.is_available() else (9, 0)
+
+    def kernels(self, kernels: Sequence[Any]) -> Sequence[Any]:
+        return [self.flash if isinstance(one, CpuFlash) else one for one in kernels]
 
 
 def fused_rms_norm(
@@ -191,11 +191,6 @@ class Shards(Sequence[Tensor]):
         if start >= whole:
             return self._tensor.new_empty(0)
         return self._tensor.narrow(self._dim, start, min(size, whole - start))
-
-
-def has_float8_units(_: Any, dtype: torch.dtype, recipe: str) -> bool:
-    """float8_linear.has_hardware for a GPU that has them."""
-    return dtype == torch.bfloat16 or (dtype == torch.float32 and recipe == "tensorwise")
 
 
 def compile_as_graph(

@@ -261,8 +261,6 @@ class Hardware:
     replace the formulas, by name and by kind; only `--calibrate` writes them.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
     name: str
     kind: Literal["gpu", "cpu"]
     flops_per_second: Annotated[Mapping[str, Positive], Field(min_length=1)]
@@ -374,7 +372,9 @@ def _merged(base: Any, own: Any) -> Any:
 def validated(kind: type[T], values: Any, name: str) -> T:
     """The values of the file `name` as `kind`; raises ConfigError, a line for each mistake."""
     try:
-        return TypeAdapter(kind).validate_python(values)
+        # Of a dataclass itself, pydantic does not take a configuration here.
+        of_one: Any = TypeAdapter(tuple[kind], config=ConfigDict(extra="forbid"))  # type: ignore[valid-type]
+        return of_one.validate_python((values,))[0]
     except ValidationError as error:
         problems = [f"{name}: {_problem(one)}" for one in error.errors()]
     raise ConfigError(*problems)
@@ -382,7 +382,7 @@ def validated(kind: type[T], values: Any, name: str) -> T:
 
 def _problem(error: Any) -> str:
     """A line for pydantic's `error`."""
-    key, kind, text = ".".join(map(str, error["loc"])), error["type"], error["msg"]
+    key, kind, text = ".".join(map(str, error["loc"][1:])), error["type"], error["msg"]
     if kind == "missing":
         return f"{key}: is missing; give it"
     if kind == "unexpected_keyword_argument":

@@ -128,7 +128,7 @@ def _built(
         stack.enter_context(stand_ins(planned, fuses_norms=software.rms_norm == "fused"))
         stack.enter_context(frozen_objects())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        builders = replace(fake_builders(mode, world.device, planned), **others)
+        builders = replace(fake_builders(mode, world.device), **others)
         if software.fsdp_root == "embeddings and head":
             builders = replace(builders, model=partial(_without_outer_units, builders.model))
         yield build_job(resolved, world, builders), mode

@@ -8,6 +8,7 @@ import pytest
 
 from titanlite.config import JobConfig, ResolvedJob, parse_args, resolve_job
 from titanlite.config.load import override
+from titanlite.modules.device_support import DeviceSupport
 from titanlite.tools.planner import fake_world, pieces
 from titanlite.tools.planner.cache import folder, known_pieces, load_applied, load_pieces
 from titanlite.tools.planner.compose import Composition, compose
@@ -230,7 +231,7 @@ def test_a_trace_runs_three_chunks_of_a_loss_and_has_all(monkeypatch: pytest.Mon
     for _ in range(2):
         trace = trace_rank(resolved, 0)
         found.append(([e for e in trace.events if isinstance(e, Operator)], trace.peak()))
-        monkeypatch.setattr(fake_world, "few_chunks", lambda chunks, *rows: chunks(*rows))
+        monkeypatch.setattr(fake_world.Planned, "chunks", DeviceSupport.chunks)
     few, every = found
     assert few == every
     assert len({*map(id, few[0])}) < len({*map(id, every[0])}) / 2
