@@ -31,6 +31,9 @@ from titanlite.tools.verify.record import (
 )
 from titanlite.tools.verify.wording import agree, is_near, listed, times
 
+PLACE = re.compile(r"at (\d+)(?: to (\d+))? of (\d+) along dimension (\d+)")
+"""Where a tensor differs (ModuleOutput.places)."""
+
 
 def first_wrong(e: Evidence) -> str:
     """The first tensor in forward order that differs; "" for none."""
@@ -80,7 +83,9 @@ def first_difference(e: Evidence) -> Iterator[str]:
     if e.reference_trace is not None and e.reference_trace.num_left_out:
         parts.append(f"{e.reference_trace.num_left_out} tensors were too large to compare")
     odd = [event for event in moved if e.events.index(event) < e.events.index(first)]
-    if odd or first in moved:
+    copies = list(_copies(e, outputs))
+    parts += copies
+    if (odd or first in moved) and not copies:
         parts.append(
             f"{describe_event(odd[0] if odd else first)} has the rows or columns of one process in "
             "another order: if that is not intended, the error is there"
@@ -217,10 +222,35 @@ def _where(e: Evidence, places: Mapping[int, str]) -> Iterator[str]:
     yield f"it differs only {listed(shown if len(ranks) > 1 else ranks, 3)}"
 
 
+def _copies(e: Evidence, outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
+    """Whether some rows differ, and ranks with other samples have rows in common."""
+    step = max(1, e.step) - 1
+    runs = {run.rank: run for run in e.runs if isinstance(run, CodeRun)}
+    for rank, one in outputs.items():
+        at, own = PLACE.match(one.places), runs[rank].cells[step] if rank in runs else None
+        others = [(run.parts[step], run.cells[step]) for r, run in runs.items() if r not in outputs]
+        if (
+            not own
+            or not at
+            or int(at[4])
+            or not any(
+                theirs
+                and part != runs[rank].parts[step]
+                and own[3] == theirs[3]
+                and {*own[2]} & {*theirs[2]}
+                for part, theirs in others
+            )
+        ):
+            return
+    yield (
+        "ranks have rows in common: these are copies of another rank's (a halo), and lack what "
+        "they are computed from. Leave them out of what is computed of all rows, such as the loss"
+    )
+
+
 def _at_border(outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
     """Whether parts of a tensor differ only where they begin, or end."""
-    pattern = r"at (\d+)(?: to (\d+))? of (\d+) along dimension (\d+)"
-    found = [(one, re.match(pattern, one.places)) for one in outputs.values()]
+    found = [(one, PLACE.match(one.places)) for one in outputs.values()]
     if not all(at and int(at[4]) in one.cut_dims for one, at in found):
         return
     places = [[int(n or at[1]) for n in at.groups()[:3]] for _, at in found if at]
@@ -572,6 +602,7 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     else:
         place = "The code that reads it returns a wrong gradient"
     how = _of_gradient(e, last, found)
+    how += _summed_again(e, after, found) if after and not partial else ""
     lines = e.lines_before(last, list(found), is_backward=True)
     yield ". ".join(filter(None, [start, place, how, f"The code there{lines}" if lines else ""]))
 
@@ -608,6 +639,25 @@ def _of_gradient(e: Evidence, last: str, found: Mapping[int, Agreement]) -> str:
         how = f"{describe_event(over[0])} was overwritten after the forward pass, and the backward "
         how += "pass reads it: a buffer is used again too early"
     return how[:1].upper() + how[1:]
+
+
+def _summed_again(e: Evidence, after: Sequence[str], found: Mapping[int, Agreement]) -> str:
+    """Whether a module sums over ranks, and its gradient is the sum once more; "" if not."""
+    factor, left = pooled(list(found.values()))
+    groups = {
+        group
+        for trace in e.watched
+        for call, of_call in trace.groups.items()
+        for group in of_call
+        if any(module_of(call) == module_of(event) for event in after) and len(group) > 1
+    }
+    if left > EXPLAINED or not any(is_near(factor, len(group)) for group in groups):
+        return ""
+    return (
+        f". {listed([module_of(event) for event in after], 3)} exchanges something between these "
+        f"{factor:.0f} ranks: its backward pass sums the gradient once more, which each rank has "
+        "whole. Pass it on as it is there (torch.distributed.nn's all_reduce sums it again)"
+    )
 
 
 def _exchanges_forward_alone(e: Evidence, event: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -51,11 +52,25 @@ def explain_start(e: Evidence) -> Iterator[str]:
             "states. Seed the generator of each parameter by its name, not by the rank"
         )
         return
-    ranks = ranks_of(e, lambda run: worst(run, "weights", 0, wrong))
+    where = e.where(ranks_of(e, lambda run: worst(run, "weights", 0, wrong)))
+    if all(_has_the_same_values(e, name) for name in wrong):
+        yield (
+            f"starting values are those of one process in another order, {where}: {shown}. Look at "
+            "how shards are cut and put together: of a fused weight or bias (q, k and v; gate and "
+            "up), each part is cut by itself, and put together by itself"
+        )
+        return
     yield (
-        f"starting values differ from those on one process, {e.where(ranks)}: {shown}. Look at how "
-        "they are drawn and sharded"
+        f"starting values differ from those on one process, {where}: {shown}. Look at how they are "
+        "drawn and sharded"
     )
+
+
+def _has_the_same_values(e: Evidence, name: str) -> bool:
+    """Whether all parts of a parameter have the sum of squares that they have on one process."""
+    parts = [run.steps[0].weights[name] for run in e.runs if name in run.steps[0].weights]
+    own, known = sum(part.aa for part in parts), sum(part.bb for part in parts)
+    return math.isclose(own, known, rel_tol=1e-12)
 
 
 def _exchanged_starts(e: Evidence, wrong: list[str]) -> dict[str, str]:

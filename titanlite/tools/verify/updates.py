@@ -72,6 +72,8 @@ def explain_update(e: Evidence) -> Iterator[str]:
         where = e.where([run.rank for run in bad])
         states = [{n.rpartition(".")[0] for n in r.steps[e.step].state} for r in e.runs]
         counts = {sum(name in of_rank for of_rank in states) for name in still}
+        of_step = [run.steps[e.step].gradients for run in bad]
+        gradients = [own[name] for own in of_step for name in still if name in own]
         why = (
             "some ranks' optimizers have their state, so they are updated there, and old values "
             "overwrite the update. Look at what the step sends between ranks: each weight must "
@@ -80,6 +82,9 @@ def explain_update(e: Evidence) -> Iterator[str]:
             else "the optimizer does not have these tensors, or has others than the model uses. "
             "Build it after what replaces parameters (fully_shard, to, tie)"
             if len(bad) == len(e.runs)
+            else "their gradients are zero on one process. Here they are None, and an optimizer "
+            "skips what has no gradient, with its weight decay and momentum: give them zeros"
+            if all(part.aa == 0 for part in gradients)
             else "there the optimizer makes no update in this step, which other ranks make"
         )
         yield f"gradients and their norm agree, but the step leaves {who} unchanged, {where}: {why}"

@@ -38,6 +38,11 @@ MOST_INDICES = 4
 MOST_ELEMENTS = 1 << 24
 
 
+def _fits_no_cut(call: Tensor, whole: Tensor) -> bool:
+    """Whether the sizes of several dimensions are none of an even cut: the caller chose them."""
+    return sum(n % own > 0 for own, n in zip(call.shape, whole.shape, strict=False) if own) > 1
+
+
 @dataclass
 class CodeTracer(Tracer):
     """Compares a rank of other code; looks for the parts that fit."""
@@ -76,6 +81,10 @@ class CodeTracer(Tracer):
         if len(calls) > 2 and (compared is None or compared[0].is_moved):
             # A pipeline's first step starts with a call that only finds shapes.
             compared = self._compare(calls[1:], known) or compared
+        # What the caller cuts in ways of his own, as a part of a graph, has no counterpart.
+        is_wrong = is_input(event) and compared is not None and compared[0].wrong_calls
+        if is_wrong and _fits_no_cut(calls[0], known[0]):
+            return None
         return compared
 
     def _declared(self, module: str) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -38,7 +39,10 @@ from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import HeldParts, Subject
 from titanlite.tools.verify.tracing import TOLERANCES, gathered
 from titanlite.tools.verify.watching import StepWatch, listening
+from titanlite.tools.verify.wording import listed
 
+# A layer of several, such as "layers.4" of "layers.4.norm.weight".
+NUMBERED = re.compile(r"(?:.+?\.)?\d+(?=\.)")
 # The least tolerance of outputs if part of the model computes in a narrower dtype.
 IF_NARROWED = 1e-4
 
@@ -302,9 +306,15 @@ class _Measuring:
         ]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            what = f"the parameter {missing[0]}{more} of the reference, which has {len(shapes)}"
+            layers = {one[0] if (one := NUMBERED.match(name)) else "" for name in missing}
+            if missing == [n for n in shapes if n.startswith(tuple(f"{x}." for x in layers if x))]:
+                what = (
+                    f"{listed(sorted(layers), 4)} of the reference: it is in no stage, so nothing "
+                )
+                what += "trains it. Give it to a rank"
             raise ConfigError(
-                f"parallel: no rank has the parameter {missing[0]}{more} of the reference, which "
-                f"has {len(shapes)}; return every module of the rank, or give rename="
+                f"parallel: no rank has {what}; return every module of the rank, or give rename="
             )
 
     def _aliases(self, name: str) -> set[str]:
