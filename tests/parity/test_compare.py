@@ -223,7 +223,7 @@ def tokens_loss(model, batch):
 
 MISTAKES = {
     "names": (code.with_another_name, {}, "rename: on rank . the parameter output.weight and 1"),
-    "missing": (code.without_a_block, {}, "no rank has the parameter blocks.1.up.weight and 3"),
+    "missing": (code.without_a_block, {}, "no rank has blocks.1 of the reference: left out of"),
     "shapes": (code.with_a_smaller_layer, {}, r"shard: on rank . blocks.0.up.weight .*\[24, 8\]"),
     "dtype": (code.in_float32, {}, "embed.weight is float32, but the comparison runs in float64"),
     "batch": (

@@ -133,8 +133,25 @@ class Evidence:
         for trace in self.watched:
             if trace.rank in ranks:
                 lines = (trace.lines_backward if is_backward else trace.lines).get(event, ())
+                if not lines and is_backward:
+                    lines = self._lines_beside(event, trace)
                 return f": {listed(lines[-MOST_LINES:])}" if lines else ""
         return ""
+
+    def _lines_beside(self, event: str, trace: record.RankTrace) -> tuple[str, ...]:
+        """The lines of a backward pass that were noted at another tensor, which it gives, too.
+
+        That is read by the same code, or is the input of the module that reads the tensor.
+        """
+        readers = set(self.following.get(event, ()))
+        modules = {record.module_of(reader) for reader in readers}
+        for other, lines in trace.lines_backward.items():
+            is_same = record.is_input(other) and other not in self.events
+            if readers & {*self.following.get(other, ())} or (
+                is_same and record.module_of(other) in modules
+            ):
+                return lines
+        return ()
 
     def wrong_line(self, event: str = "") -> record.WrongLine | None:
         """The first wrong line; for an event, one that can make it wrong.

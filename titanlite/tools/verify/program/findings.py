@@ -319,8 +319,8 @@ def explain_mixed(e: PartEvidence) -> Iterator[str]:
         many = f", and likewise {len(names) - 1} more" * (len(names) > 1)
         yield Explained(
             f"the gradient of {first} contains that of {others}{many}: ranks add up gradients of "
-            "different parameters. Look at the order of parameters on each rank (in a bucket, of "
-            "stages)",
+            "different parameters. Look at which a bucket or stage has on each rank, and in which "
+            "order: one whose gradient is None must not be left out",
             names,
         )
 

@@ -395,7 +395,7 @@ class Judging:
             return ""
         own = [t.events[event].agreement for t in e.traces if event in t.events]
         # A common factor has a sentence of its own.
-        if pooled(own)[1] < EXPLAINED if event else not e.failed("loss") or e.is_split:
+        if pooled(own)[1] < EXPLAINED if event else not e.failed("loss"):
             return ""
         shapes = [trace.over_parts for trace in e.watched]
         # The loss has no call, as the model has none.
@@ -416,7 +416,12 @@ class Judging:
                 found = [t.events[event] for run in runs if event in (t := run.traces[step]).events]
                 factor, left = pooled([one.agreement for one in found])
                 if not event:
-                    ratios = [(run.losses[-1] or 0.0) / e.reference[step].loss for run in runs]
+                    losses = [run.losses[-1] or 0.0 for run in runs]
+                    if e.is_split:
+                        of_parts = dict(zip((run.parts[-1] for run in runs), losses, strict=True))
+                        ways = fmean(of_parts.values()), math.fsum(of_parts.values())
+                        losses = [min(ways, key=lambda way: abs(way - e.reference[step].loss))]
+                    ratios = [one / e.reference[step].loss for one in losses]
                     factor, left = ratios[0], max(ratios) - min(ratios)
                 degree = e.dims.degrees[axis]
                 known = any(

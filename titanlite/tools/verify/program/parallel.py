@@ -309,10 +309,8 @@ class _Measuring:
             what = f"the parameter {missing[0]}{more} of the reference, which has {len(shapes)}"
             layers = {one[0] if (one := NUMBERED.match(name)) else "" for name in missing}
             if missing == [n for n in shapes if n.startswith(tuple(f"{x}." for x in layers if x))]:
-                what = (
-                    f"{listed(sorted(layers), 4)} of the reference: it is in no stage, so nothing "
-                )
-                what += "trains it. Give it to a rank"
+                what = f"{listed(sorted(layers), 4)} of the reference: left out of every stage, "
+                what += "and not trained"
             raise ConfigError(
                 f"parallel: no rank has {what}; return every module of the rank, or give rename="
             )
