@@ -282,7 +282,7 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
     world.name_places(dims.describe_place)
     builders = builders or Builders()
     plain = build_plain_job(resolved, builders)
-    meshes = _open_meshes(resolved, world, plain)
+    meshes = _open_meshes(resolved, world, plain, builders.dims or dims)
     slow = warn_of_slow_rings(resolved, world.device, plain.model, plain.plan)
     by_name = draws_by_name(plain.model)
     with as_config_error():
@@ -345,9 +345,11 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
     )
 
 
-def _open_meshes(resolved: ResolvedJob, world: World, plain: PlainJob) -> Meshes:
-    """The meshes of the job, whose axes reports then name; experts learn their place."""
-    config, dims = resolved.config, resolved.dims
+def _open_meshes(
+    resolved: ResolvedJob, world: World, plain: PlainJob, dims: ParallelDims
+) -> Meshes:
+    """The meshes of `dims`, whose axes reports then name; experts learn their place."""
+    config = resolved.config
     meshes = build_meshes(
         dims,
         world.device.type,

@@ -23,6 +23,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.sampler import read_batch
 from titanlite.data.spec import NEXT_TOKEN_KEYS, Dataset, DatasetSpec
 from titanlite.errors import ConfigError, TitanliteError, user_line
+from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.build import build_model, count_flops, plan_of
 from titanlite.modules.attention import Layout, make_layout
 from titanlite.modules.batch import Batch, call_model, check_forward, join, takes
@@ -109,6 +110,8 @@ class Builders:
     """Builds the data set of a split."""
     ddp: Callable[..., DDPReport] = apply_ddp
     """Replicates a model, as apply_ddp does."""
+    dims: ParallelDims | None = None
+    """The degrees of the meshes, if not all ranks of the job are needed."""
     materialize: Callable[[Sequence[nn.Module]], None] | None = None
     """Allocates the parts of the model, without initial values; None: they are drawn."""
 

@@ -1,8 +1,10 @@
 """Published runs beside their plans, by the command: configs/plan/published/rows.toml."""
 
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from titanlite.tools.planner.command import PUBLISHED, main
 from titanlite.tools.planner.events import Communication, Event, Site, Wait
 from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.planner.planning import resolve
-from titanlite.tools.planner.published import plan_row, read_rows
+from titanlite.tools.planner.published import Planned, plan_row, read_rows, show
 from titanlite.tools.planner.software import with_ring_of_torch_2_6
 from titanlite.tools.simulate.network import bytes_sent
 
@@ -64,9 +66,25 @@ def test_the_page_has_the_table_that_the_command_prints(
     assert commands.count("\n") == len(ROWS)
 
 
+def test_the_guide_has_the_errors_of_the_table() -> None:
+    _, _, every = PAGE.read_text().partition("All sources")
+    number, mean, signed, _ = re.findall(r"[+-]?[\d.]+%?", every)[:4]
+    guide = (PAGE.parent / "plan.md").read_text()
+    assert f"Of {number} steps that no figure was fitted to, the mean error is {mean}" in guide
+    assert f"its sign\n{signed} (too fast)" in guide
+
+
 @pytest.mark.slow
 def test_the_picture_of_a_plan_is_what_the_command_prints() -> None:
     assert make_pictures.draw_plan() == make_pictures.PLAN.read_text()
+
+
+def test_rows_apart_are_in_no_mean_but_their_own() -> None:
+    kinds = [replace(ROWS[0], fitted=False, apart=is_apart) for is_apart in (False, True)]
+    planned = [Planned(row, "", 1.0, 1.0, 0.1 + 0.4 * row.apart, None, True, True) for row in kinds]
+    shown = "\n".join(show(planned))
+    for text in ("not fitted, 1 rows: mean error 10.0%", "apart, 1 rows: mean error 50.0%"):
+        assert shown.count(f"speed, {text}") == 2, "of the source, and of all"
 
 
 def test_mistakes_in_rows_are_one_line(tmp_path: Path) -> None:
@@ -74,6 +92,7 @@ def test_mistakes_in_rows_are_one_line(tmp_path: Path) -> None:
     for text, line in (
         ("a = 1", "rows.toml has no rows"),
         ('[[source]]\nsource = "A"\nrow = [{ name = "B" }]', "rows.toml: 0.unit: is missing"),
+        ('[[source]]\nsource = "A"\nrow = [{ hint = "B" }]', "0.hint: is not a known key"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=line):

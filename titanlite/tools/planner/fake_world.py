@@ -78,7 +78,7 @@ def fake_builders(mode: FakeTensorMode, device: torch.device) -> Builders:
                 part.to_empty(device=device)
                 tie(part, tied)
 
-    return Builders(build_plain_model, dataset_without_data, apply_ddp, materialize)
+    return Builders(build_plain_model, dataset_without_data, apply_ddp, materialize=materialize)
 
 
 def faked(batch: Batch, mode: FakeTensorMode) -> Batch:

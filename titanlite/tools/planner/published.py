@@ -28,7 +28,8 @@ class Row:
 
     `flops` are those that the source counts in a step of all GPUs. `gib` is what torch reserved. Of
     the keys in `tried`, which are not published, the fastest that fit count. With `fitted`, figures
-    of the hardware were fitted to the speed.
+    of the hardware were fitted to the speed. With `apart`, its error is not explained: it is in no
+    mean of the speed but its own.
     """
 
     source: str
@@ -42,7 +43,7 @@ class Row:
     flops: float = 0.0
     tried: tuple[str, ...] = ("",)
     fitted: bool = False
-    note: str = ""
+    apart: bool = False
 
     def command(self, keys: str) -> list[str]:
         """The arguments of `titanlite plan`: the file of the job, the hardware, and the keys."""
@@ -132,7 +133,7 @@ def show(planned: list[Planned]) -> Iterator[str]:
         for one in of:
             row = one.row
             line = f"  {row.name:40}{row.speed:9,.5g}{one.speed:10,.5g}{one.speed_error:+8.1%}"
-            line += " fitted" if row.fitted else ""
+            line += " fitted" * row.fitted + " apart" * row.apart
             if one.gib_error is not None:
                 line = f"{line:76}{row.gib:9.1f}{one.gib:8.1f}{one.gib_error:+8.1%}"
             yield line
@@ -143,12 +144,15 @@ def show(planned: list[Planned]) -> Iterator[str]:
 
 def _errors(planned: list[Planned]) -> Iterator[str]:
     """Mean error, signed mean and worst of the speed that was not fitted, and of memory."""
-    of_speed = [(one.speed_error, one.has_speed) for one in planned if not one.row.fitted]
+    rows = [one for one in planned if not one.row.fitted]
+    of_speed = {
+        name: [(one.speed_error, one.has_speed) for one in rows if one.row.apart == is_apart]
+        for name, is_apart in (("speed, not fitted", False), ("speed, apart", True))
+    }
     of_memory = [(one.gib_error, one.has_gib) for one in planned if one.gib_error is not None]
-    for what, found in (("speed, not fitted", of_speed), ("memory", of_memory)):
+    for what, found in (*of_speed.items(), ("memory", of_memory)):
         if found:
             errors = [error for error, _ in found]
             mean, worst = fmean(map(abs, errors)), max(errors, key=abs)
             text = f"mean error {mean:.1%}, signed {fmean(errors):+.1%}, worst {worst:+.1%}"
-            inside = sum(is_inside for _, is_inside in found)
-            yield f"  {what}, {len(found)} rows: {text}; in range {inside}"
+            yield f"  {what}, {len(found)} rows: {text}; in range {sum(has for _, has in found)}"

@@ -92,8 +92,14 @@ def trace_job(
 
 
 def applied_plan(resolved: ResolvedJob) -> tuple[PlanRow, ...]:
-    """The effective plan of a job's first rank; the job is built and runs no step."""
-    with _built(resolved, 0) as (job, _):
+    """The effective plan of a job's first rank; the job is built and runs no step.
+
+    Its meshes have few data ranks: what the rows say of all of them follows from the job's degrees.
+    """
+    dims = few = resolved.dims
+    if dims.ep == 1:
+        few = replace(dims, dp_replicate=min(2, dims.dp_replicate), dp_shard=min(2, dims.dp_shard))
+    with _built(resolved, 0, dims=few) as (job, _):
         return tuple(job.applied)
 
 
@@ -124,7 +130,8 @@ def _built(
         # What torch warns of, a run of the job says too.
         ignore_warnings(category=UserWarning, module=r"torch\.")
         device = "cpu" if offloads(resolved) else planned
-        world = stack.enter_context(fake_world(rank, resolved.dims.world_size, device))
+        num_ranks = (others.get("dims") or resolved.dims).world_size
+        world = stack.enter_context(fake_world(rank, num_ranks, device))
         stack.enter_context(stand_ins(planned, fuses_norms=software.rms_norm == "fused"))
         stack.enter_context(frozen_objects())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
