@@ -14,7 +14,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -110,11 +109,7 @@ def pending_input_to_a_compiled_block() -> AbstractContextManager[Any]:
 
 def waiting_cuts_the_way_back() -> AbstractContextManager[Any]:
     """What a compiled block waits for comes back without its gradient's history."""
-
-    def wait(tensor):
-        return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-    return patch.object(compiling, "_wait", wait)
+    return patch.object(compiling._Wait, "apply", lambda tensor: tensor.wait())
 
 
 def jumps_in_positions_start_documents() -> AbstractContextManager[Any]:

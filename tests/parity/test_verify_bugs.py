@@ -459,6 +459,12 @@ def name_of(case: Case) -> str:
     return f"{case.patch.__name__} {' '.join(case.plan)}"
 
 
+def test_every_bug_fits_the_sources() -> None:
+    for case in CASES:
+        with case.patch():
+            pass
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -84,7 +84,7 @@ def explain_update(e: Evidence) -> Iterator[str]:
             if len(bad) == len(e.runs)
             else "their gradients are zero on one process. Here they are None, and an optimizer "
             "skips what has no gradient, with its weight decay and momentum: give them zeros"
-            if all(part.aa == 0 for part in gradients)
+            if gradients and not any(part.aa for part in gradients)
             else "there the optimizer makes no update in this step, which other ranks make"
         )
         yield f"gradients and their norm agree, but the step leaves {who} unchanged, {where}: {why}"
