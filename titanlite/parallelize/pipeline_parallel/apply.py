@@ -54,18 +54,22 @@ def split_model(
     the blocks of a ModuleList by their place in the list.
     """
     names = [name for stage in stages for name in stage]
+    places: dict[str, int] = {}
     for name in names:
         try:
-            model.get_submodule(name)
+            places[name] = id(model.get_submodule(name))
         except AttributeError:
             raise TitanliteError(
                 f"{type(model).__name__} has no module '{name}', which a stage names"
             ) from None
     if forward is None:
         _check_numbering(model, names)
+    uses = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
     parts = []
     for number, stage in enumerate(stages):
-        part = copy.deepcopy(model)
+        # What other stages alone have is not copied.
+        left_out = {places[n]: None for n in set(names) - set(stage) if uses.count(places[n]) == 1}
+        part = copy.deepcopy(model, left_out)
         if number < len(stages) - 1:
             setattr(part, PASSES_ON, True)
         for name in set(names) - set(stage):
