@@ -122,7 +122,7 @@ def waits_of(resolved: ResolvedJob, rank: int) -> list[str]:
             stack.enter_context(patch.object(module, "host_sizes", device.sizes))
         is_offloaded = resolved.config.training.enable_cpu_offload
         of_parameters = torch.device("cpu") if is_offloaded else world.device
-        builders = fake_builders(mode, of_parameters, "cuda")
+        builders = fake_builders(mode, of_parameters)
 
         def materialize(parts: Sequence[nn.Module]) -> None:
             assert builders.materialize is not None
