@@ -203,7 +203,7 @@ def _reduced(tensor: Any, operator: str, group: str) -> Any:
 
 def prefers_small_chunks(logits: Tensor) -> bool:
     """Whether small chunks are faster, since they fit into a CPU's cache."""
-    return support().capability(logits.device) == (0, 0)
+    return logits.is_cpu and support().capability(logits.device) == (0, 0)
 
 
 def rows_at_once(dtype: torch.dtype, logits: Tensor) -> int:

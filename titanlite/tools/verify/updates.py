@@ -82,9 +82,9 @@ def explain_update(e: Evidence) -> Iterator[str]:
             else "the optimizer does not have these tensors, or has others than the model uses. "
             "Build it after what replaces parameters (fully_shard, to, tie)"
             if len(bad) == len(e.runs)
-            else "their gradients are zero on one process. Here they are None, and an optimizer "
-            "skips what has no gradient, with its weight decay and momentum: give them zeros"
-            if gradients and not any(part.aa for part in gradients)
+            else "their gradients are zero on one process. Here they are None, or the optimizer "
+            "lacks them: it skips their weight decay and momentum. Give them zeros"
+            if not any(part.aa for part in gradients)
             else "there the optimizer makes no update in this step, which other ranks make"
         )
         yield f"gradients and their norm agree, but the step leaves {who} unchanged, {where}: {why}"

@@ -256,11 +256,7 @@ class Judging:
         for step, known in enumerate(self.record.steps[1:]):
             own = [run.losses[step] for run in self.runs]
             given = [value for value in own if value is not None]
-            by_part: dict[str, float] = {}
-            for run, value in zip(self.runs, own, strict=True):
-                if value is not None:
-                    by_part.setdefault(run.parts[step], value)
-            parts = list(by_part.values())
+            parts = _losses_of_parts(self.runs, step)
             if not given:
                 given, parts = [known.loss], [known.loss]
             ways[""].append([given[0] if value is None else value for value in own])
@@ -417,9 +413,8 @@ class Judging:
                 factor, left = pooled([one.agreement for one in found])
                 if not event:
                     losses = [run.losses[-1] or 0.0 for run in runs]
-                    if e.is_split:
-                        of_parts = dict(zip((run.parts[-1] for run in runs), losses, strict=True))
-                        ways = fmean(of_parts.values()), math.fsum(of_parts.values())
+                    if e.is_split and (parts := _losses_of_parts(runs, -1)):
+                        ways = fmean(parts), math.fsum(parts)
                         losses = [min(ways, key=lambda way: abs(way - e.reference[step].loss))]
                     ratios = [one / e.reference[step].loss for one in losses]
                     factor, left = ratios[0], max(ratios) - min(ratios)
@@ -455,6 +450,15 @@ class Judging:
             failure(error)
             why = " ".join(str(error).split())
             self.found.notes.append(f"the lines of the code could not be compared ({why[:200]})")
+
+
+def _losses_of_parts(runs: Sequence[CodeRun], step: int) -> list[float]:
+    """The loss of each distinct part of a batch; ranks that compute none are left out."""
+    found: dict[str, float] = {}
+    for run in runs:
+        if (value := run.losses[step]) is not None:
+            found.setdefault(run.parts[step], value)
+    return list(found.values())
 
 
 def _num_calls(traces: Sequence[RankTrace]) -> int:
