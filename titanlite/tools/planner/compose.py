@@ -17,6 +17,7 @@ from typing import NamedTuple
 from titanlite.config import ResolvedJob
 from titanlite.schedule import Schedule
 from titanlite.schedule.actions import (
+    BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     COMPUTE_KINDS,
     FORWARD,
@@ -196,8 +197,9 @@ def parts_of(pieces: Pieces, names: Sequence[str] | None) -> Stage:
     outer = set(names or ()) - set(pieces.names)
     is_first = names is None or bool(outer & set(pieces.before_names))
     is_last = names is None or bool(outer & set(pieces.after_names))
-    before, after = ("before", pieces.before), ("after", pieces.after)
-    return [*([before] if is_first else []), *blocks, *([after] if is_last else [])]
+    before, after = (pieces.before, pieces.after) if names is None else pieces.ends_apart
+    first, last = [("before", before)], [("after", after)]
+    return [*(first if is_first else []), *blocks, *(last if is_last else [])]
 
 
 class _Composer:
@@ -269,39 +271,35 @@ class _Composer:
         last = 0 if self._pipeline is None else self._pipeline.schedule.num_stages - 1
         key = parts, len(numbers), 0 in numbers, last in numbers
         if key not in self._known:
-            copies, exchanged = self._copies(numbers)
-            of_stages = [*self._weights(numbers), copies]
+            of_stages, exchanged = self._weights(numbers), self._exchanged(numbers)
             weights = [weight for of_stage in of_stages for weight in of_stage]
-            end = self._segments.end(of_stages, exchanged, 0 if copies else self._dims.pp - 1)
+            peer = 0 if last in numbers else self._dims.pp - 1
+            end = self._segments.end(of_stages, exchanged, peer)
             self._known[key] = self._held(weights, numbers), weights, end
         return self._known[key]
 
     # What a rank has
 
     def _weights(self, numbers: Sequence[int]) -> list[list[Weight]]:
-        """The parameters of each of these stages; a unit of embeddings and head counts once."""
+        """The parameters of each of these stages; what embeddings and head share counts once."""
         known: set[str] = set()
         of_stages: list[list[Weight]] = []
         for number in numbers:
             of_stages.append([])
             for name, part in self._stages[number]:
-                for unit, weights in self._data.units(name, part):
-                    if unit not in known:
-                        of_stages[-1] += weights
-                        known.add(unit)
+                # Blocks of one kind have weights of one name.
+                new = [w for w in part.weights if name not in ENDS or w.name not in known]
+                of_stages[-1] += new
+                known.update(weight.name for weight in new if name in ENDS)
         return of_stages
 
-    def _copies(self, numbers: Sequence[int]) -> tuple[list[Weight], int]:
-        """This rank's copies of tied weights, and the bytes of gradients that it exchanges.
-
-        Of two stages that share weights, the later one has copies.
-        """
+    def _exchanged(self, numbers: Sequence[int]) -> int:
+        """The bytes of gradients of tied weights that a rank with these stages sends to another."""
         ends = {name for number in numbers for name, _ in self._stages[number] if name in ENDS}
         if self._pipeline is None or len(ends) != 1:
-            return [], 0
+            return 0
         tied = self._pieces.tied
-        exchanged = sum(self._data.shard_numel(w) * w.itemsize for w in tied if w.is_trained)
-        return (list(tied) if ends == {"after"} else []), exchanged
+        return sum(self._data.shard_numel(w) * w.itemsize for w in tied if w.is_trained)
 
     def _held(self, weights: list[Weight], numbers: Sequence[int]) -> dict[str, int]:
         """The bytes of each category before a step."""
@@ -335,20 +333,21 @@ class _Composer:
         assert self._pipeline is not None
         schedule = self._pipeline.schedule
         before = index * schedule.num_microbatches
-        held = sent = 0
+        held = sent = num_outputs = 0
+        output_bytes = self._segments.kept_output_bytes
         # A stage that is alone on its rank holds its newest output, and the gradient that it sent.
         alone = -1 if self._segments.is_runtime else place
         last_stage, holds_saved = schedule.num_stages - 1, False
         newest: int | None = None
-        made: set[int] = set()
+        made: Counter[int] = Counter()
         # The stages whose weights are gathered.
         whole: set[int] = set()
-        known: dict[tuple[str, int, bool, bool, bool], Segment] = {}
+        known: dict[tuple[str, int, int, bool, bool], Segment] = {}
         for kind, stage, microbatch in self._table[place]:
             # FSDP2 has reduced the whole gradients of the batch before.
-            has_gradients = stage in made or not (is_first or self._data.is_fsdp)
+            num_gradients = made[stage] or not (is_first or self._data.is_fsdp)
             if kind in (FULL_BACKWARD, BACKWARD_WEIGHT):
-                made.add(stage)
+                made[stage] = min(made[stage] + 1, 2 if self._data.sums_apart else 1)
             is_gathered = not self._data.regathers or stage in whole
             if self._data.regathers:
                 # Only PyTorch's runtime gathers a stage before its first action needs it.
@@ -363,17 +362,25 @@ class _Composer:
                 holds, holds_saved, newest = holds_saved, False, microbatch
             elif stage == alone == last_stage and kind == FULL_BACKWARD:
                 holds = holds_saved = microbatch == newest
-            key = kind, stage, has_gradients, is_gathered, holds
+            of_output = stage == last_stage and output_bytes > 0
+            if of_output and kind in (FULL_BACKWARD, BACKWARD_INPUT):
+                # It lets go of the output of the backward pass before.
+                if (freed := held - num_outputs * output_bytes) > 0:
+                    held -= freed
+                    yield Done(HOLD, -1, -1, self._segments.hold(-freed))
+                num_outputs -= 1
+            key = kind, stage, num_gradients, is_gathered, holds
             segment = known.get(key)
             if segment is None:
-                variant = Variant(stage, is_first, is_last, has_gradients, is_gathered, holds)
+                variant = Variant(stage, is_first, is_last, num_gradients, is_gathered, holds)
                 segment = known[key] = self._segments.of(kind, variant)
             number = -1 if microbatch is None else before + microbatch
             yield Done(kind, stage, number, segment)
-            kept = self._segments.kept_output_bytes
-            if kept and not held and kind == FORWARD and stage == last_stage:
-                held = kept
-                yield Done(HOLD, -1, -1, self._segments.hold(kept))
+            if of_output and kind == FORWARD:
+                num_outputs += 1
+                if (more := num_outputs * output_bytes - held) > 0:
+                    held += more
+                    yield Done(HOLD, -1, -1, self._segments.hold(more))
             if kind == SEND_B and stage == alone and not sent:
                 sent = self._pieces.boundary_bytes
                 yield Done(HOLD, -1, -1, self._segments.hold(sent))

@@ -23,6 +23,8 @@ ON_OTHER_STREAMS = ("gradients", "communication buffers")
 TOKENS = "tokens"
 """In pieces, the axes over which the tokens of a microbatch are spread: those of data parallelism,
 which are others in a composed job."""
+TIED = "tied"
+"""The unit of the head's copies of what it shares with the embeddings, without FSDP."""
 
 
 class TraceError(TitanliteError):
@@ -327,6 +329,25 @@ class Pieces:
     """The bytes of the slots of each expert, which are summed in `end`; and of the whole model."""
     casts: Mapping[str, Float8Cast] = field(default_factory=dict)
     """The casts of the weights that FSDP2 gathers in float8, by name."""
+
+    @functools.cached_property
+    def ends_apart(self) -> tuple[ModelPart, ModelPart]:
+        """`before` and `after` in stages of their own: of a unit of both, each has what is its own.
+
+        What they share is in both.
+        """
+        before, after = self.before, self.after
+        of_head = tuple(f"{name}." for name in self.after_names)
+        shared = before.units.keys() & after.units.keys()
+        for unit in shared:
+            weights = before.units[unit]
+            first = tuple(w for w in weights if not w.name.startswith(of_head))
+            last = tuple(w for w in weights if w.name.startswith(of_head) or w in self.tied)
+            before = replace(before, units={**before.units, unit: first})
+            after = replace(after, units={**after.units, unit: last})
+        if self.tied and not shared:
+            after = replace(after, units={**after.units, TIED: self.tied})
+        return before, after
 
     def state_bytes_of(self, weight: Weight, size: int) -> int:
         """The bytes of the optimizer state of a trained weight with `size` bytes."""

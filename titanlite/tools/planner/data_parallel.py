@@ -15,6 +15,7 @@ from titanlite.mesh.parallel_dims import EXPERT_SHARDS, axes_where, flat_name
 from titanlite.quantities import ITEMSIZE
 from titanlite.tools.planner.composition import (
     ON_OTHER_STREAMS,
+    TIED,
     Builder,
     ModelPart,
     Pieces,
@@ -65,6 +66,10 @@ class Replication:
         self.is_offloaded = offloads(resolved)
         self._is_pinned = training.cpu_offload_pin_memory
         self._dtype, self._reduce_dtype = training.param_dtype, training.reduce_dtype
+        is_summed = pipeline is not None and pipeline.schedule.num_microbatches > 1
+        is_cast = training.is_mixed and training.param_dtype != training.reduce_dtype
+        self.sums_apart = self.splits_backward and self.is_fsdp and is_summed and is_cast
+        """Whether FSDP2 adds a microbatch's gradients to their sum in the next one's backward."""
         self.num_shards, self._num_expert_shards = dims.num_weight_shards, dims.num_expert_shards
         sharded = [axis for axis in axes_where(weights="sharded") if dims.degrees[axis] > 1]
         self._shard_axis = sharded[0] if len(sharded) == 1 else flat_name(tuple(sharded))
@@ -78,7 +83,7 @@ class Replication:
     def key(self) -> tuple[object, ...]:
         """Jobs with the same pieces have the same units, gathers and reductions if it is equal."""
         shards = self.is_fsdp, self.num_shards, self._num_expert_shards, self.dims.num_replicas
-        policy = self.splits_backward, self._always, self._reshards
+        policy = self.sums_apart, self._always, self._reshards
         return *shards, *policy, self.is_offloaded, self._is_pinned
 
     @property
@@ -131,7 +136,14 @@ class Replication:
         number = builder.start(
             "all_gather", axis, num_bytes, shards, place, ready=ready, after=after
         )
+        self._copy(builder, num_bytes, place)
         return *after, *numbers, number
+
+    def _copy(self, builder: Builder, num_bytes: int, place: Site) -> None:
+        """The tensor of its own into which gloo gathers, or which it reduces."""
+        if not self._is_on_gpu:
+            builder.allocate(BUFFERS, num_bytes, place)
+            builder.allocate(BUFFERS, -num_bytes)
 
     def _copy_in(self, builder: Builder, weights: Sequence[Weight], place: Site, ready: int) -> int:
         """Copy the shards of a unit to the device, and cast them; returns the last copy's number.
@@ -289,6 +301,7 @@ class Replication:
             after = _some(copied) if replicas == 1 else ()
             axis = self.axis_of(weights[0])
             number = builder.start("reduce_scatter", axis, num_bytes, shards, place, after=after)
+            self._copy(builder, num_bytes, place)
         output, beside = num_bytes // shards, self._is_on_gpu
         if shards == 1:
             builder.operator("aten::copy_", output, self._reduce_dtype, place, is_beside=beside)
@@ -385,8 +398,9 @@ class Replication:
         return list(self.units(name, part))[:: 1 if name in ENDS else -1]
 
     def is_shared(self, unit: str) -> bool:
-        """Whether the unit has both embeddings and head, which share a weight."""
-        return unit in self._pieces.before.units and unit in self._pieces.after.units
+        """Whether the unit has what embeddings and head share."""
+        of_both = unit in self._pieces.before.units and unit in self._pieces.after.units
+        return of_both or unit == TIED
 
     def buckets(self, parts: list[tuple[str, ModelPart]]) -> dict[str, list[int]]:
         """Part -> DDP's buckets that are complete after its backward pass, in bytes.
@@ -418,13 +432,16 @@ class Replication:
         builder.operator("aten::copy_", num_bytes, self._dtype, place)
 
     def keep_gradients(
-        self, builder: Builder, part: ModelPart, place: Site, has_gradients: bool
+        self, builder: Builder, part: ModelPart, place: Site, num_earlier: int
     ) -> None:
-        """Keep whole gradients until the stage reduces them, in the dtype of the reduction."""
-        num_bytes = self.whole_gradient_bytes(part)
-        builder.allocate("gradients", num_bytes, place)
-        if has_gradients:
-            builder.allocate("gradients", -num_bytes)
+        """Keep whole gradients until the stage reduces them, in the dtype of the reduction.
+
+        If they are summed apart, a microbatch's own stay until the next one adds them to the sum.
+        """
+        whole, own = self.whole_gradient_bytes(part), self.computed_gradient_bytes(part)
+        freed = own if self.sums_apart else whole
+        builder.allocate("gradients", whole if num_earlier == 1 else freed, place)
+        builder.allocate("gradients", -freed if num_earlier else 0)
 
     def computed_gradient_bytes(self, part: ModelPart) -> int:
         """The bytes of FSDP2's whole gradients of a part as the backward pass computes them."""
@@ -432,9 +449,7 @@ class Replication:
 
     def whole_gradient_bytes(self, part: ModelPart) -> int:
         whole = self._gradient_bytes(part, self._reduce_dtype)
-        # If the backward pass is split, FSDP2 adds them up in the next microbatch.
-        is_apart = self.splits_backward and self._is_mixed and self._dtype != self._reduce_dtype
-        return whole + (self.computed_gradient_bytes(part) if is_apart else 0)
+        return whole + (self.computed_gradient_bytes(part) if self.sums_apart else 0)
 
     def _gradient_bytes(self, part: ModelPart, dtype: str) -> int:
         if not self.is_fsdp:

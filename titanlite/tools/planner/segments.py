@@ -52,16 +52,17 @@ class Shared:
 class Variant(NamedTuple):
     """What actions of a kind differ in: they are alike if this is equal.
 
-    `is_first` and `is_last`: of the batches that a step accumulates. `has_gradients`: an earlier
-    microbatch has left gradients. `is_gathered`: the weights of the stage are whole before it.
-    `holds_output`: the stage holds the output that this backward pass needs beyond it, or, in a
-    forward pass, that of the microbatch before, until it has the next one.
+    `is_first` and `is_last`: of the batches that a step accumulates. `num_gradients`: how many
+    earlier microbatches have left gradients, as far as that matters. `is_gathered`: the weights of
+    the stage are whole before it. `holds_output`: the stage holds the output that this backward
+    pass needs beyond it, or, in a forward pass, that of the microbatch before, until it has the
+    next one.
     """
 
     stage: int
     is_first: bool
     is_last: bool
-    has_gradients: bool = False
+    num_gradients: int = 0
     is_gathered: bool = True
     holds_output: bool = False
 
@@ -91,7 +92,7 @@ class Segments:
             of.is_from_file or of.schedule.num_stages > of.schedule.num_ranks
         )
         # Its stage of several keeps an output until its backward pass, and that of a single stage
-        # until it has the next one.
+        # until the next one's.
         self.kept_output_bytes = 0 if self.is_runtime else pieces.output_bytes
         self._known: dict[tuple[Any, ...], Segment] = {}
         self._stage_keys: dict[int, tuple[int, ...]] = {}
@@ -118,7 +119,7 @@ class Segments:
         communicates = kind in (actions.UNSHARD, actions.REDUCE_GRAD, BATCH) or self.data.regathers
         reduces = self.data.key if communicates else self.data.is_fsdp
         key = (kind, parts, variant[1:], reduces, boundaries, self._is_quick)
-        key = *key, self._token_axes, self.is_runtime, self.data.splits_backward
+        key = *key, self._token_axes, self.is_runtime, self.data.sums_apart
         if key not in self._shared:
             make = self._batch if kind == BATCH else self._action
             self._shared[key] = make(kind, variant)
@@ -266,7 +267,7 @@ class Segments:
     def _action(self, kind: str, variant: Variant) -> Segment:
         parts, data = self.stages[variant.stage], self.data
         builder = Builder(self._token_axes)
-        has_gradients = variant.has_gradients
+        earlier = variant.num_gradients
         held = self._pieces.saved_output_bytes if variant.holds_output else 0
         here: set[str] = set()
         if variant.is_gathered:
@@ -277,7 +278,7 @@ class Segments:
             for index in range(len(parts)):
                 self._add_forward(builder, parts, index)
         elif kind == actions.FULL_BACKWARD:
-            if parts[-1][0] != "after" and not data.splits_backward:
+            if parts[-1][0] != "after":
                 # What a part frees of the one after it, which is in another stage.
                 for category in ("temporary", BUFFERS):
                     freed = -self._pieces.before.backward.net.get(category, 0)
@@ -287,15 +288,19 @@ class Segments:
                 if data.is_fsdp:
                     self._gathered_backward(builder, parts, index, here, started)
                 else:
-                    builder.add(part.backward_again if has_gradients else part.backward)
-                data.keep_gradients(builder, part, Site(name, BACKWARD_PHASE), has_gradients)
+                    builder.add(part.backward_again if earlier else part.backward)
+                data.keep_gradients(
+                    builder, part, Site(name, BACKWARD_PHASE), variant.num_gradients
+                )
                 if name == "after":
                     builder.allocate("temporary", held)
         elif kind in (actions.BACKWARD_INPUT, actions.BACKWARD_WEIGHT):
             for name, part in reversed(parts):
-                builder.add(self._half_of(name, part, kind, has_gradients or data.is_fsdp))
+                builder.add(self._half_of(part, kind, bool(earlier) or data.is_fsdp))
                 if kind == actions.BACKWARD_WEIGHT:
-                    data.keep_gradients(builder, part, Site(name, BACKWARD_PHASE), has_gradients)
+                    data.keep_gradients(
+                        builder, part, Site(name, BACKWARD_PHASE), variant.num_gradients
+                    )
         elif kind == actions.UNSHARD and data.is_fsdp:
             for name, part in parts:
                 place = Site(name, FORWARD_PHASE)
@@ -316,23 +321,16 @@ class Segments:
             builder.allocate("activations", boundaries * self._pieces.boundary_bytes)
         return builder.segment()
 
-    def _half_of(self, name: str, part: ModelPart, kind: str, has_gradients: bool) -> Segment:
+    def _half_of(self, part: ModelPart, kind: str, has_gradients: bool) -> Segment:
         """Half of the backward pass of a part; made once for all jobs with these pieces."""
         of_weights = self.data.computed_gradient_bytes(part)
-        key = "half", name == "after", id(part), kind, of_weights, has_gradients
+        key = "half", id(part), kind, of_weights, has_gradients
         if key not in self._shared:
-            whole = self._with_tied(part) if name == "after" else part
             boundary = self._pieces.boundary_bytes
             self._shared[key] = half_of(
-                whole, kind, boundary, of_weights, has_gradients=has_gradients
+                part, kind, boundary, of_weights, has_gradients=has_gradients
             )
         return self._shared[key]
-
-    def _with_tied(self, part: ModelPart) -> ModelPart:
-        """The part with the weights that it shares with the first one; their gradients are here."""
-        known = {weight.name for weight in part.weights}
-        tied = tuple(weight for weight in self._pieces.tied if weight.name not in known)
-        return replace(part, units={**part.units, "tied": tied}) if tied else part
 
     def _message(self, kind: str, stage: int) -> Segment:
         """A message between two stages."""
@@ -350,9 +348,9 @@ class Segments:
         return builder.segment()
 
     def hold(self, output_bytes: int, num_sent: tuple[int, int] = (0, 0)) -> Segment:
-        """The model's output stays there until the end of a batch in a pipeline.
+        """The model's output stays there beyond its action in a pipeline.
 
-        A negative number frees it then; `num_sent` outputs and gradients that were sent are freed.
+        A negative number frees it; `num_sent` outputs and gradients that were sent are freed.
         """
         key = "hold", output_bytes, num_sent
         if key not in self._shared:

@@ -1,6 +1,7 @@
 """A step put together from traced pieces equals the trace of the whole step."""
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from titanlite.config import JobConfig, ResolvedJob, parse_args, resolve_job
 from titanlite.config.load import override
+from titanlite.errors import ConfigError
 from titanlite.modules.device_support import DeviceSupport
 from titanlite.tools.planner import fake_world, pieces
 from titanlite.tools.planner.cache import folder, known_pieces, load_applied, load_pieces
@@ -95,19 +97,6 @@ def test_composed_steps_with_a_split_backward_pass_equal_traced_ones(plan: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
-def test_a_composed_pipeline_that_frees_weights_equals_a_traced_one(schedule: str) -> None:
-    check("pp2_tp2_fsdp2", f"{SCHEDULE}{schedule}", f"{P}fsdp_reshard_after_forward=always")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_a_composed_pipeline_that_accumulates_batches_equals_a_traced_one(mode: str) -> None:
-    more = "--training.local_batch_size=8", f"--activation_checkpoint.mode={mode}"
-    check("pp2_tp2_fsdp2", BF16, *more)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("plan", FLOAT8)
 def test_all_composed_float8_steps_equal_traced_ones(plan: str) -> None:
     check("float8", *FLOAT8[plan])
@@ -184,11 +173,78 @@ def test_all_composed_steps_equal_traced_ones(name: str, tmp_path: Path) -> None
         assert load_applied(resolved) == trace.applied
 
 
-def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
-    """Communication, FLOPs and what is held are equal; peaks differ by rounding of the parts.
+def test_stages_have_their_own_weights_and_an_output_for_each_microbatch_in_flight() -> None:
+    sharded = f"{P}tensor_parallel_degree=1", f"{P}data_parallel_shard_degree=4"
+    check("gpt2_pp2_tp2", *sharded, "--training.global_batch_size=32", f"{SCHEDULE}GPipe")
 
-    Returns the job and the trace of its first rank.
-    """
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [64, 256, 1024])
+@pytest.mark.parametrize("seed", range(6))
+def test_composed_steps_of_random_jobs_equal_traced_ones(seed: int, num_ranks: int) -> None:
+    draw = random.Random(f"job {seed} of {num_ranks}")
+    while True:
+        try:
+            config = plannable(JobConfig.from_dict(random_job(draw, num_ranks)))[0]
+            resolved = resolve_job(config)
+            break
+        except ConfigError:
+            continue
+    assert resolved.dims.world_size == num_ranks
+    limit = 0.03
+    if (pipeline := resolved.pipeline) is not None:
+        keeps = config.activation_checkpoint.mode == "none"
+        limit = (0.1 if keeps else 0.2) if pipeline.schedule.splits_backward else 0.05
+    check_job(resolved, limit)
+
+
+MODELS: tuple[dict[str, object], ...] = (
+    {"name": "llama3", "dim": 256, "n_heads": 16, "n_kv_heads": 8, "vocab_size": 512},
+    {"name": "llama3", "flavor": "moe_debug"},
+    {"name": "gpt2", "flavor": "tiny"},
+)
+SCHEDULES = "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
+
+
+def random_job(draw: random.Random, num_ranks: int) -> dict[str, dict[str, object]]:
+    """The values of a job on `num_ranks`, a power of 2; not all are legal."""
+    left, degrees = num_ranks, {}
+    for axis, most in draw.sample([("pipeline", 4), ("tensor", 8), ("context", 2)], 3):
+        degree = draw.choice([d for d in (1, 2, 4, 8) if d <= min(left, most)])
+        degrees[f"{axis}_parallel_degree"], left = degree, left // degree
+    replicas = draw.choice([1, 2, left]) if left > 1 else 1
+    shards = {"replicate": replicas, "shard": left // replicas}
+    model = draw.choice(MODELS)
+    experts = 2 ** draw.randrange(4) if "moe" in str(model) else 1
+    is_piped = degrees["pipeline_parallel_degree"] > 1
+    local = draw.choice([4, 8] if is_piped else [1, 2])
+    piped = {
+        "pipeline_parallel_schedule": draw.choice(SCHEDULES),
+        "pipeline_parallel_microbatch_size": local // 4,
+    }
+    return {
+        "job": {"device": draw.choice(["cpu", "cuda"])},
+        "model": {**model, "n_layers": 8},
+        "training": {
+            "dataset": "synthetic",
+            "seq_len": 128,
+            "local_batch_size": local,
+            "global_batch_size": local * left * draw.choice([1, 1, 2]),
+            "mixed_precision_param": draw.choice(["float32", "bfloat16"]),
+        },
+        "parallelism": {
+            **degrees,
+            **{f"data_parallel_{name}_degree": degree for name, degree in shards.items()},
+            **(piped if is_piped else {}),
+            "expert_parallel_degree": experts,
+            "fsdp_reshard_after_forward": draw.choice(["default", "always", "never"]),
+        },
+        "activation_checkpoint": {"mode": draw.choice(["none", "selective", "full"])},
+        "optimizer": {"name": draw.choice(["AdamW", "Muon"])},
+    }
+
+
+def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
     config, _ = plannable(parse_args([f"--job.config_file={CONFIGS / name}.toml", *changes]))
     resolved = resolve_job(config)
     limit = 0.01
@@ -196,6 +252,15 @@ def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
         limit = 0.06 if pipeline.schedule.splits_backward else 0.035
         if limit == 0.06 and config.activation_checkpoint.mode != "none":
             limit = 0.2
+    return check_job(resolved, limit)
+
+
+def check_job(resolved: ResolvedJob, limit: float) -> tuple[ResolvedJob, Trace]:
+    """Communication, FLOPs and what is held are equal; peaks differ by rounding of the parts.
+
+    A peak is hardly ever too low. Returns the job and the trace of its first rank.
+    """
+    config = resolved.config
     traced = trace_pieces(resolved, is_compiled=True)
     composed = compose(resolved, traced)
     of_three = override(config, {"training.global_batch_size": 3 * resolved.global_batch_size})
@@ -208,7 +273,7 @@ def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
         for category in ("parameters", "optimizer state"):
             assert one.held[category] == trace.held[category]
         difference = one.peak().num_bytes / trace.peak().num_bytes - 1
-        assert abs(difference) < limit
+        assert -min(limit, 0.035) < difference < limit
     return resolved, trace
 
 
