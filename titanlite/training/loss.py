@@ -206,18 +206,15 @@ def prefers_small_chunks(logits: Tensor) -> bool:
     return logits.is_cpu and support().capability(logits.device) == (0, 0)
 
 
-def rows_at_once(dtype: torch.dtype, logits: Tensor) -> int:
-    """How many rows of logits [N, V] take at most LARGEST_CHUNK bytes in `dtype`."""
+def chunks(dtype: torch.dtype, logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Rows of logits [N, V], at most LARGEST_CHUNK bytes at a time, and of others [N, ...]."""
+    if torch.compiler.is_compiling():
+        # The compiler fuses what is done with all rows.
+        return [(logits, *others)]
     most = LARGEST_CHUNK // (logits.size(1) * dtype.itemsize)
     if prefers_small_chunks(logits):
         most = min(most, max(most // 128, logits.size(0) // 64))
-    # The compiler fuses what is done with all rows.
-    return max(1, logits.size(0) if torch.compiler.is_compiling() else most)
-
-
-def chunks(dtype: torch.dtype, logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Some rows of logits [N, V] at a time, and the same ones of others [N, ...]."""
-    return support().chunks(rows_at_once(dtype, logits), (logits, *others))
+    return support().chunks(max(1, most), (logits, *others))
 
 
 def whole_loss(loss: Any) -> Any:

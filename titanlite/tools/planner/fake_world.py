@@ -122,10 +122,8 @@ class Planned(DeviceSupport):
     def chunks(self, size: int, tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
         modes = _get_current_dispatch_mode_stack()
         recorders = [mode for mode in modes if isinstance(mode, StepRecorder)]
-        # The compiler takes no generator here.
-        if torch.compiler.is_compiling() or not recorders:
-            return super().chunks(size, tensors)
-        return _run_few(recorders[-1], size, tensors)
+        few = _run_few(recorders[-1], size, tensors) if recorders else None
+        return few or super().chunks(size, tensors)
 
 
 def _run_few(
