@@ -72,6 +72,8 @@ def test_the_guide_has_the_errors_of_the_table() -> None:
     guide = (PAGE.parent / "plan.md").read_text()
     assert f"Of {number} steps that no figure was fitted to, the mean error is {mean}" in guide
     assert f"its sign\n{signed} (too fast)" in guide
+    peaks, error = re.findall(r"[\d.]+%?", every.partition("memory, ")[2])[:2]
+    assert f"Of {peaks} peaks the mean error is {error} (too low)" in guide
 
 
 @pytest.mark.slow
