@@ -6,6 +6,7 @@ VENV := .venv$(TORCH:%=-torch%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SITE_READY := $(VENV)/.ready-site
+ALL_READY := $(VENV)/.ready-all
 # Two test processes take files in this order, so that neither is left with a long file at the end.
 SLOWEST_FIRST := tests/newcomer tests/parity tests/mutants tests
 
@@ -17,7 +18,7 @@ train: $(READY)
 test: $(READY) check
 	$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST_FIRST)
 
-test-all: $(SITE_READY) check
+test-all: $(ALL_READY) check
 	$(BIN)/pytest -q -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST_FIRST)
 	$(BIN)/pytest -q -m alone
 
@@ -60,3 +61,7 @@ $(READY): pyproject.toml .ci/constraints.txt
 $(SITE_READY): $(READY)
 	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[docs]'
 	touch $(SITE_READY)
+
+$(ALL_READY): $(SITE_READY)
+	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[torchtitan]'
+	touch $(ALL_READY)

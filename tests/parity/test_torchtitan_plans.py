@@ -405,6 +405,7 @@ def test_what_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@needs_torchtitan
 def test_the_page_has_what_its_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs/torchtitan.md").read_text()
     (command,) = (line for line in page.splitlines() if line.startswith("titanlite plan torch"))
