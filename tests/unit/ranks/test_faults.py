@@ -160,7 +160,7 @@ SLOW: dict[Callable[..., None], tuple[str, ...]] = {
         "rank 2: does not respond (process ",
         "Python stack of rank 2, as last recorded (most recent call last):",
         "in compute_in_c",
-        "re.py:" if sys.version_info < (3, 11) else "re/__init__.py:",
+        "re.py" if sys.version_info < (3, 11) else "re/__init__.py",
     ),
     be_stopped: (
         "rank 2: is stopped by a signal (process ",
