@@ -92,7 +92,7 @@ class Segments:
             of.is_from_file or of.schedule.num_stages > of.schedule.num_ranks
         )
         # Its stage of several keeps an output until its backward pass, and that of a single stage
-        # until the next one's.
+        # until the next backward pass.
         self.kept_output_bytes = 0 if self.is_runtime else pieces.output_bytes
         self._known: dict[tuple[Any, ...], Segment] = {}
         self._stage_keys: dict[int, tuple[int, ...]] = {}
@@ -289,18 +289,14 @@ class Segments:
                     self._gathered_backward(builder, parts, index, here, started)
                 else:
                     builder.add(part.backward_again if earlier else part.backward)
-                data.keep_gradients(
-                    builder, part, Site(name, BACKWARD_PHASE), variant.num_gradients
-                )
+                data.keep_gradients(builder, part, Site(name, BACKWARD_PHASE), earlier)
                 if name == "after":
                     builder.allocate("temporary", held)
         elif kind in (actions.BACKWARD_INPUT, actions.BACKWARD_WEIGHT):
             for name, part in reversed(parts):
                 builder.add(self._half_of(part, kind, bool(earlier) or data.is_fsdp))
                 if kind == actions.BACKWARD_WEIGHT:
-                    data.keep_gradients(
-                        builder, part, Site(name, BACKWARD_PHASE), variant.num_gradients
-                    )
+                    data.keep_gradients(builder, part, Site(name, BACKWARD_PHASE), earlier)
         elif kind == actions.UNSHARD and data.is_fsdp:
             for name, part in parts:
                 place = Site(name, FORWARD_PHASE)

@@ -185,7 +185,7 @@ def test_stages_have_their_own_weights_and_an_output_for_each_microbatch_in_flig
 @pytest.mark.parametrize("seed", range(6))
 def test_composed_steps_of_random_jobs_equal_traced_ones(seed: int, num_ranks: int) -> None:
     draw = random.Random(f"job {seed} of {num_ranks}")
-    while True:
+    for _ in range(50):
         try:
             config = plannable(JobConfig.from_dict(random_job(draw, num_ranks)))[0]
             resolved = resolve_job(config)
