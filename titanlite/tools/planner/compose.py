@@ -56,8 +56,7 @@ class Composition:
     """The step of one rank: the bytes that it holds before the step, and its actions in order.
 
     With CPU offload, `on_host` has the bytes of each category in the host's memory at its peak, and
-    those before the step in `held_on_host`; else both are empty. `apart` has the categories that
-    other streams of a GPU allocate than the main one; None on a CPU. `gaps` are the bytes that its
+    those before the step in `held_on_host`; else both are empty. `gaps` are the bytes that a GPU's
     allocator takes beyond the sum of each stream's own peak.
     """
 
@@ -67,7 +66,7 @@ class Composition:
     actions: list[Done]
     held_on_host: dict[str, int] = field(default_factory=dict)
     on_host: dict[str, int] = field(default_factory=dict)
-    apart: tuple[str, ...] | None = None
+    is_on_gpu: bool = False
     gaps: int = 0
 
     def totals(self) -> dict[tuple[str, str], tuple[int, int]]:
@@ -121,30 +120,23 @@ class Composition:
 
     def reserved(self) -> int:
         """About the bytes that torch takes of the device: on a GPU, see Trace.reserved."""
-        if not self.apart:
-            peak = self.peak().num_bytes
-            return peak if self.apart is None else peak + self.gaps
-        main = most = sum(self.held.values())
-        now, largest = [0] * len(self.apart), [0] * len(self.apart)
+        if not self.is_on_gpu:
+            return self.peak().num_bytes
+        now = [sum(self.held.values()), 0, 0]
+        most = [*now]
         # A search asks this of millions of actions, of few segments.
-        known: dict[int, tuple[int, int, list[tuple[int, int, int]]]] = {}
+        known: dict[int, list[tuple[int, int, int]]] = {}
         for action in self.actions:
             segment = action.segment
-            effect = known.get(id(segment))
-            if effect is None:
-                net, at_most = segment.net, segment.peak
-                own = sum(n for name, n in net.items() if name not in self.apart)
-                of = [(net.get(name, 0), at_most.get(name, 0)) for name in self.apart]
-                streams = [(at, n, max(n, more)) for at, (n, more) in enumerate(of) if n or more]
-                effect = known[id(segment)] = segment.main_peak, own, streams
-            main_peak, own, streams = effect
-            if main + main_peak > most:
-                most = main + main_peak
-            main += own
-            for at, n, most_of in streams:
-                largest[at] = max(largest[at], now[at] + most_of)
-                now[at] += n
-        return most + sum(largest) + self.gaps
+            uses = known.get(id(segment))
+            if uses is None:
+                uses = [(at, *use) for at, use in enumerate(segment.uses) if any(use)]
+                known[id(segment)] = uses
+            for at, net, more in uses:
+                if now[at] + more > most[at]:
+                    most[at] = now[at] + more
+                now[at] += net
+        return sum(most) + self.gaps
 
     def host_peak(self) -> Peak:
         """The peak of the host's memory, in the update; nothing without CPU offload."""
@@ -245,9 +237,13 @@ class _Composer:
         has_head = any(self._stages[number][-1][0] == "after" for number in numbers)
         gaps = self._pieces.gaps if has_head else 0
         if not self._data.is_offloaded:
-            return Composition(rank, coordinates, held, actions, apart=self._data.apart, gaps=gaps)
+            return Composition(
+                rank, coordinates, held, actions, is_on_gpu=self._data.is_on_gpu, gaps=gaps
+            )
         device, host, most = self._split(held, weights, batches)
-        return Composition(rank, coordinates, device, actions, host, most, self._data.apart, gaps)
+        return Composition(
+            rank, coordinates, device, actions, host, most, self._data.is_on_gpu, gaps
+        )
 
     def _split(
         self, held: dict[str, int], weights: list[Weight], batches: int

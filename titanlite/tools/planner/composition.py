@@ -18,8 +18,10 @@ from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Site, Wait
 
 NOWHERE = Site("", "")
-ON_OTHER_STREAMS = ("gradients", "communication buffers")
-"""What FSDP2 allocates on streams of its own, on a GPU."""
+MAIN, GATHER, REDUCE = range(3)
+"""The streams that allocate: on a GPU, FSDP2 gathers and reduces on streams of their own."""
+Uses = tuple[tuple[int, int], ...]
+"""Of each stream: the bytes that it is left with, and those at its most."""
 TOKENS = "tokens"
 """In pieces, the axes over which the tokens of a microbatch are spread: those of data parallelism,
 which are others in a composed job."""
@@ -43,8 +45,8 @@ class Segment:
     net: Mapping[str, int]
     peak: Mapping[str, int]
     peak_place: Site = NOWHERE
-    main_peak: int = 0
-    """As `peak`, but of the main stream alone: without what is allocated ON_OTHER_STREAMS."""
+    streams: Uses = ()
+    """Of MAIN, GATHER and REDUCE; empty if all is the main stream's."""
     parts: tuple[tuple[int, int, str], ...] = ()
     """(index of the first event, of the one after the last, name) of each named part."""
     fewer: tuple[Segment, Segment, int] | None = None
@@ -54,6 +56,11 @@ class Segment:
     @property
     def peak_bytes(self) -> int:
         return sum(self.peak.values())
+
+    @property
+    def uses(self) -> Uses:
+        """Of each stream that allocates, MAIN first."""
+        return self.streams or ((sum(self.net.values()), self.peak_bytes),)
 
 
 NOTHING = Segment((), {}, {})
@@ -82,7 +89,7 @@ class Builder:
         self._peak: dict[str, int] = {}
         self._peak_place = NOWHERE
         self._total = self._most = self._number = 0
-        self._main = self._most_main = 0
+        self._of_stream, self._most_of_stream = [0, 0, 0], [0, 0, 0]
 
     def reserve(self, segment: Segment) -> int:
         """Numbers for the communications of a segment that is added in pieces: their `shift`."""
@@ -101,10 +108,9 @@ class Builder:
             for name, num_bytes in segment.peak.items():
                 self._peak[name] = self._now[name] + num_bytes
             self._peak_place = named(segment.peak_place, part)
-        self._most_main = max(self._most_main, self._main + segment.main_peak)
+        for stream, (net, most) in enumerate(segment.uses):
+            self._use(stream, net, most)
         for name, num_bytes in segment.net.items():
-            if name not in ON_OTHER_STREAMS:
-                self._main += num_bytes
             self._now[name] += num_bytes
             self._total += num_bytes
         if not self._keeps_events:
@@ -156,16 +162,22 @@ class Builder:
     def wait(self, number: int) -> None:
         self.events.append(Wait(number))
 
-    def allocate(self, category: str, num_bytes: int, place: Site = NOWHERE) -> None:
-        """Add to what is allocated; a negative number frees."""
+    def allocate(
+        self, category: str, num_bytes: int, place: Site = NOWHERE, stream: int = MAIN
+    ) -> None:
+        """Add to what is allocated on a stream; a negative number frees."""
         self._now[category] += num_bytes
         self._total += num_bytes
-        if category not in ON_OTHER_STREAMS:
-            self._main += num_bytes
-            self._most_main = max(self._most_main, self._main)
+        self._use(stream, num_bytes, num_bytes)
         if self._total > self._most:
             self._most, self._peak = self._total, dict(self._now)
             self._peak_place = place
+
+    def _use(self, stream: int, net: int, most: int) -> None:
+        """A stream has `most` bytes more for a while, and `net` from now on."""
+        most += self._of_stream[stream]
+        self._most_of_stream[stream] = max(self._most_of_stream[stream], most)
+        self._of_stream[stream] += net
 
     def free(self, category: str) -> None:
         self.allocate(category, -self._now[category])
@@ -174,7 +186,9 @@ class Builder:
         net = {name: num_bytes for name, num_bytes in self._now.items() if num_bytes}
         peak = {name: num_bytes for name, num_bytes in self._peak.items() if num_bytes}
         events = tuple(self.events) if self._keeps_events else ()
-        return Segment(events, net, peak, self._peak_place, self._most_main, tuple(self._parts))
+        uses = tuple(zip(self._of_stream, self._most_of_stream, strict=True))
+        streams = uses if any(map(any, uses[1:])) else ()
+        return Segment(events, net, peak, self._peak_place, streams, tuple(self._parts))
 
 
 def named(place: Site, part: str) -> Site:
@@ -251,6 +265,8 @@ class ModelPart:
     """Whether its forward pass frees its input; else the backward pass does."""
     peak_again: Mapping[str, int] = field(default_factory=dict)
     """The peak of the backward pass if the gradients exist already."""
+    peaks_holding: tuple[Mapping[str, int], Mapping[str, int]] = ({}, {})
+    """The peaks of the backward pass, the second as `peak_again`, if the model's output stays."""
     recomputed_bytes: int = 0
     """What is recomputed for the backward pass; of what products of weights read, the largest."""
     around_experts: tuple[Segment, ...] = ()
@@ -266,6 +282,12 @@ class ModelPart:
         """The backward pass if the gradients exist: each new one is added to them, and freed."""
         net = {name: size for name, size in self.backward.net.items() if name != "gradients"}
         return replace(self.backward, net=net, peak=self.peak_again)
+
+    @property
+    def holding(self) -> ModelPart:
+        """This part, if the model's output stays until the end of the backward pass."""
+        peak, again = self.peaks_holding
+        return replace(self, backward=replace(self.backward, peak=peak), peak_again=again)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS, axes_where, flat_name
 from titanlite.quantities import ITEMSIZE
 from titanlite.tools.planner.composition import (
-    ON_OTHER_STREAMS,
+    GATHER,
+    MAIN,
+    REDUCE,
     TIED,
     Builder,
     ModelPart,
@@ -60,9 +62,14 @@ class Replication:
         self._is_mixed = training.is_mixed
         pipeline = resolved.pipeline
         self.splits_backward = pipeline is not None and pipeline.schedule.splits_backward
-        self._is_on_gpu = config.job.device == "cuda"
-        streams = ON_OTHER_STREAMS if self.is_fsdp else ()
-        self.apart = streams if self._is_on_gpu else None
+        self.is_on_gpu = config.job.device == "cuda"
+        self.is_runtime = pipeline is not None and (
+            pipeline.is_from_file or pipeline.schedule.num_stages > pipeline.schedule.num_ranks
+        )
+        """Whether PyTorch's runtime of schedules with several stages a rank runs the pipeline."""
+        # The runtime gathers a stage on the main stream (FSDPModule.unshard with async_op).
+        self._gather_stream = GATHER if self.is_on_gpu and not self.is_runtime else MAIN
+        self._reduce_stream = REDUCE if self.is_on_gpu else MAIN
         self.is_offloaded = offloads(resolved)
         self._is_pinned = training.cpu_offload_pin_memory
         self._dtype, self._reduce_dtype = training.param_dtype, training.reduce_dtype
@@ -120,18 +127,20 @@ class Replication:
             return ()
         num_bytes = self._gathered_bytes(weights)
         ready = builder.ready if place.phase == "forward" else -1
-        copied = 0
+        copied = cast_bytes = 0
+        stream = self._gather_stream
         if self.is_offloaded:
-            copied = self._copy_in(builder, weights, place, ready)
+            copied = self._copy_in(builder, weights, place, ready, stream)
         elif self._is_mixed:
-            self._cast_shards(builder, weights, place, is_beside=ready >= 0)
-        numbers, cast_bytes = self._add_casts(builder, weights, place, ready)
+            cast_bytes = self._cast_shards(builder, weights, place, is_beside=ready >= 0)
+            builder.allocate(TEMPORARY, cast_bytes, stream=stream)
+        numbers, float8_bytes = self._add_casts(builder, weights, place, ready)
         builder.operator(COPY_IN, num_bytes // shards, self._dtype, place, is_beside=ready >= 0)
-        builder.allocate(BUFFERS, num_bytes)
-        builder.allocate(TEMPORARY, -cast_bytes)
+        builder.allocate(BUFFERS, num_bytes, stream=stream)
+        builder.allocate(TEMPORARY, -cast_bytes - float8_bytes, stream=stream)
         if copied:
             left = sum(self._cast_bytes(w) for w in weights if w.name not in self._casts)
-            builder.allocate(TEMPORARY, -left)
+            builder.allocate(TEMPORARY, -left, stream=stream)
         after = _some(copied)
         number = builder.start(
             "all_gather", axis, num_bytes, shards, place, ready=ready, after=after
@@ -141,11 +150,13 @@ class Replication:
 
     def _copy(self, builder: Builder, num_bytes: int, place: Site) -> None:
         """The tensor of its own into which gloo gathers, or which it reduces."""
-        if not self._is_on_gpu:
+        if not self.is_on_gpu:
             builder.allocate(BUFFERS, num_bytes, place)
             builder.allocate(BUFFERS, -num_bytes)
 
-    def _copy_in(self, builder: Builder, weights: Sequence[Weight], place: Site, ready: int) -> int:
+    def _copy_in(
+        self, builder: Builder, weights: Sequence[Weight], place: Site, ready: int, stream: int
+    ) -> int:
         """Copy the shards of a unit to the device, and cast them; returns the last copy's number.
 
         What is left is a tensor in the compute dtype for each shard that is not cast to float8.
@@ -160,13 +171,13 @@ class Replication:
             )
             if not self._is_pinned and place.phase == "backward":
                 builder.wait(number)
-            builder.allocate(TEMPORARY, size)
+            builder.allocate(TEMPORARY, size, stream=stream)
             if weight.name in self._casts:
-                builder.allocate(TEMPORARY, -size)
+                builder.allocate(TEMPORARY, -size, stream=stream)
             elif cast != size:
                 builder.operator(CAST, size, self._dtype, place, is_beside=ready >= 0)
-                builder.allocate(TEMPORARY, cast)
-                builder.allocate(TEMPORARY, -size)
+                builder.allocate(TEMPORARY, cast, stream=stream)
+                builder.allocate(TEMPORARY, -size, stream=stream)
         return number
 
     def _copied_numel(self, weight: Weight) -> int:
@@ -191,9 +202,10 @@ class Replication:
             if weight.name in self._casts:
                 cast, numel = self._casts[weight.name], self.shard_numel(weight)
                 over = self.axis_of(weight), self.num_shards
-                started, left = add_cast(builder, cast, numel, over, place, ready)
+                stream = self._gather_stream
+                started, left = add_cast(builder, cast, numel, over, place, ready, stream)
                 kept += left
-                if self._is_on_gpu:
+                if self.is_on_gpu:
                     numbers += started
                 else:
                     for number in started:
@@ -233,11 +245,11 @@ class Replication:
             builder.copied_out = len(builder.events)
             freed = builder.deferred if defers else num_bytes
             builder.deferred += num_bytes - freed
-            builder.allocate(BUFFERS, -freed)
+            builder.allocate(BUFFERS, -freed, stream=self._gather_stream)
         elif self.is_offloaded:
             for weight in weights:
                 # Copied on the main stream, and into the parameter that computes.
-                builder.wait(self._copy_in(builder, (weight,), place, -1))
+                builder.wait(self._copy_in(builder, (weight,), place, -1, MAIN))
                 cast = self._cast_bytes(weight)
                 builder.allocate(GATHERED, cast)
                 builder.operator("aten::copy_", cast, self._dtype, place)
@@ -251,15 +263,20 @@ class Replication:
 
     def _cast_shards(
         self, builder: Builder, weights: Sequence[Weight], place: Site, *, is_beside: bool = False
-    ) -> None:
-        """Cast the shards of a unit to the compute dtype, but for those with a cast to float8."""
+    ) -> int:
+        """Cast the shards of a unit to the compute dtype, but for those with a cast to float8.
+
+        Returns their bytes then, 0 if none is cast.
+        """
         plain = [w for w in weights if w.name not in self._casts]
         size = sum(self._copied_numel(w) * w.itemsize + self._cast_bytes(w) for w in plain)
-        if any(w.itemsize != self._itemsize(w, self._dtype) for w in plain):
-            builder.operator(CAST, size // 2, self._dtype, place, is_beside=is_beside)
+        if not any(w.itemsize != self._itemsize(w, self._dtype) for w in plain):
+            return 0
+        builder.operator(CAST, size // 2, self._dtype, place, is_beside=is_beside)
+        return sum(map(self._cast_bytes, plain))
 
     def free_deferred(self, builder: Builder) -> None:
-        builder.allocate(BUFFERS, -builder.deferred)
+        builder.allocate(BUFFERS, -builder.deferred, stream=self._gather_stream)
         builder.deferred = 0
 
     def free(self, builder: Builder, weights: Sequence[Weight]) -> None:
@@ -302,16 +319,22 @@ class Replication:
             axis = self.axis_of(weights[0])
             number = builder.start("reduce_scatter", axis, num_bytes, shards, place, after=after)
             self._copy(builder, num_bytes, place)
-        output, beside = num_bytes // shards, self._is_on_gpu
+        output, beside = num_bytes // shards, self.is_on_gpu
         if shards == 1:
             builder.operator("aten::copy_", output, self._reduce_dtype, place, is_beside=beside)
         if not (is_first or self.is_offloaded):
             added = output * 3 // 2  # it reads two tensors and writes one
             builder.operator("aten::add_", added, self._reduce_dtype, place, is_beside=beside)
+        stream = self._reduce_stream
         if self.is_offloaded:
-            builder.allocate(BUFFERS, output)
+            builder.allocate(BUFFERS, output, stream=stream)
         elif is_first:
-            builder.allocate("gradients", sum(w.shard_numel(shards) * w.itemsize for w in trained))
+            gradients = sum(w.shard_numel(shards) * w.itemsize for w in trained)
+            builder.allocate("gradients", gradients, stream=stream)
+        if not self.is_offloaded and (not is_first or (shards == 1 < replicas)):
+            # What is added to the gradients of earlier batches, or one rank's, divided.
+            builder.allocate(BUFFERS, output, place, stream)
+            builder.allocate(BUFFERS, -output, stream=stream)
         if replicas > 1 and is_last:
             after = *_some(number), *_some(copied)
             reduced = builder.start(
@@ -325,7 +348,7 @@ class Replication:
             copied = self._copy_out(builder, trained, place, before, is_added=is_added)
         if replicas == 1 or not is_first:
             # On one replica this is the output; else that of the batches before, or added to it.
-            builder.allocate(BUFFERS, -output)
+            builder.allocate(BUFFERS, -output, stream=stream)
         if replicas > 1 and is_last:
             kept += output
         former = pending.last[1] if replicas == 1 else 0
@@ -373,7 +396,7 @@ class Replication:
             if number:
                 builder.wait(number)
         if pending.kept:
-            builder.allocate(BUFFERS, -pending.kept)
+            builder.allocate(BUFFERS, -pending.kept, stream=self._reduce_stream)
 
     def _gathered_bytes(self, weights: Sequence[Weight]) -> int:
         return sum(
@@ -439,6 +462,9 @@ class Replication:
         If they are summed apart, a microbatch's own stay until the next one adds them to the sum.
         """
         whole, own = self.whole_gradient_bytes(part), self.computed_gradient_bytes(part)
+        if num_earlier and self.is_on_gpu and not self.sums_apart:
+            # A CPU casts them to the sum's dtype first.
+            return
         freed = own if self.sums_apart else whole
         builder.allocate("gradients", whole if num_earlier == 1 else freed, place)
         builder.allocate("gradients", -freed if num_earlier else 0)

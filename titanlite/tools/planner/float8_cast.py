@@ -13,11 +13,17 @@ from titanlite.tools.planner.events import Communication, Event, Operator, Site
 
 
 def add_cast(
-    builder: Builder, one: Float8Cast, numel: int, over: tuple[str, int], place: Site, ready: int
+    builder: Builder,
+    one: Float8Cast,
+    numel: int,
+    over: tuple[str, int],
+    place: Site,
+    ready: int,
+    stream: int,
 ) -> tuple[list[int], int]:
     """Add the cast of a shard of `numel` elements, of a weight sharded `over` an axis of ranks.
 
-    `ready` is that of the all-gather. Returns the numbers of the reductions of its amax, and the
+    `ready` is that of the all-gather, and `stream` the one that allocates. Returns the numbers of the reductions of its amax, and the
     bytes that it leaves allocated: the shard in float8.
     """
     numbers = []
@@ -29,8 +35,9 @@ def add_cast(
             number = builder.start(event.kind, axis, event.num_bytes, size, place, ready=ready)
             numbers.append(number)
     kept = sum(one.cast.net.values()) * numel // one.numel
-    builder.allocate("temporary", one.cast.peak_bytes * numel // one.numel)
-    builder.allocate("temporary", kept - one.cast.peak_bytes * numel // one.numel)
+    most = one.cast.peak_bytes * numel // one.numel
+    builder.allocate("temporary", most, stream=stream)
+    builder.allocate("temporary", kept - most, stream=stream)
     return numbers, kept
 
 

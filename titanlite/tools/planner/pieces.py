@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -96,10 +96,11 @@ def trace_pieces(
     runs = dict(_cut(events, fewer.kept, is_float8=is_float8))
     taken, keeps_embeddings = _free_inputs(runs, seen.taken, trace.category_of)
     experts = _experts_apart(job, fewer.kept)
+    saved = {b: n for b, n in seen.outputs.items() if trace.category_of[b] == "activations"}
     for (name, phase), run in runs.items():
         if phase == BACKWARD:
-            of_experts = experts.get(name, "")
-            backwards[name] = _backward(run, trace.category_of, sizes_of, of_experts)
+            of_experts, held = experts.get(name, ""), saved if name == "after" else {}
+            backwards[name] = _backward(run, trace.category_of, sizes_of, of_experts, held)
         segments[name, phase] = segment_of(run, trace.category_of, sizes_of)
     units = _units(job, fewer.kept, seen.partial, reduced, fewer.matrices)
     buffers = _buffers(job, fewer.kept)
@@ -111,19 +112,19 @@ def trace_pieces(
         kept = boundary * ((name == "before") - (name == "after"))
         left = kept - forward.net.get("activations", 0)
         net = {**backward.net, "activations": left}
-        late_bytes, peak_again, recomputed, cuts = backwards[name]
+        late_bytes, peak_again, peaks_holding, recomputed, cuts = backwards[name]
         if cuts:
             left -= sum(one.net.get("activations", 0) for one in cuts[:-1])
             cuts[-1] = replace(cuts[-1], net={**cuts[-1].net, "activations": left})
         of = units.get(name, {}), buffers[name], late_bytes, bool(taken.get(name))
         backward = replace(backward, net=net)
-        return ModelPart(forward, backward, *of, peak_again, recomputed, tuple(cuts))
+        peaks = peak_again, peaks_holding
+        return ModelPart(forward, backward, *of, *peaks, recomputed, tuple(cuts))
 
     # The last of each kind is the most typical: the first block of all has other neighbours.
     of_kind = dict(zip(fewer.kept_kinds, fewer.kept, strict=True))
     weights = [weight for of_part in units.values() for unit in of_part.values() for weight in unit]
     state, moments = _optimizer_state(job)
-    saved = sum(n for b, n in seen.outputs.items() if trace.category_of[b] == "activations")
     blocks = tuple(part(of_kind[kind]) for kind in sorted(of_kind))
     before, after = part("before"), part("after")
     every_part = [before, *(blocks[kind] for kind in fewer.kinds), after]
@@ -144,8 +145,8 @@ def trace_pieces(
         tied=_tied(job, units),
         boundary_bytes=boundary,
         keeps_embeddings=keeps_embeddings,
-        output_bytes=sum(seen.outputs.values()) - saved,
-        saved_output_bytes=saved,
+        output_bytes=sum(seen.outputs.values()) - sum(saved.values()),
+        saved_output_bytes=sum(saved.values()),
         moments=moments,
         state_bytes=state,
         flops_per_token=_flops_per_token(small, every_part),
@@ -376,18 +377,30 @@ class _Backward(NamedTuple):
 
     late_bytes: int
     peak_again: Mapping[str, int]
+    peaks_holding: tuple[Mapping[str, int], Mapping[str, int]]
     recomputed_bytes: int
     around_experts: list[Segment]
 
 
 def _backward(
-    run: Sequence[Event], category_of: Mapping[int, str], sizes: Mapping[int, int], experts: str
+    run: Sequence[Event],
+    category_of: Mapping[int, str],
+    sizes: Mapping[int, int],
+    experts: str,
+    held: Collection[int],
 ) -> _Backward:
-    again = segment_of(_adding(run, category_of), category_of, dict(sizes))
+    """Of a part's backward pass; `held` are the blocks of the model's output that can stay."""
+
+    def peak_of(events: Iterable[Event]) -> Mapping[str, int]:
+        return segment_of(events, category_of, dict(sizes)).peak
+
+    again = peak_of(_adding(run, category_of))
+    holding = [event for event in run if not _is_free_of(event, held)]
+    of_holding = peak_of(holding), peak_of(_adding(holding, category_of))
     cuts, of_cuts = _cut_around(run, experts) if experts else (), dict(sizes)
     around = [segment_of(one, category_of, of_cuts) for one in cuts]
-    of_run = _late_bytes(run, category_of, sizes), again.peak, _recomputed_bytes(run)
-    return _Backward(*of_run, around)
+    late = _late_bytes(run, category_of, sizes)
+    return _Backward(late, again, of_holding, _recomputed_bytes(run), around)
 
 
 def _recomputed_bytes(events: Iterable[Event]) -> int:
@@ -479,7 +492,7 @@ def _free_inputs(
     return freed, keeps
 
 
-def _is_free_of(event: Event, blocks: set[int]) -> bool:
+def _is_free_of(event: Event, blocks: Collection[int]) -> bool:
     return isinstance(event, Allocation) and event.block in blocks and not event.num_bytes
 
 

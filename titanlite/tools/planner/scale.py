@@ -42,6 +42,10 @@ def _part(one: ModelPart, two: ModelPart, factor: int) -> ModelPart:
         late_bytes=_at(one.late_bytes, two.late_bytes, factor),
         recomputed_bytes=_at(one.recomputed_bytes, two.recomputed_bytes, factor),
         peak_again=_bytes(one.peak_again, two.peak_again, factor),
+        peaks_holding=(
+            _bytes(one.peaks_holding[0], two.peaks_holding[0], factor),
+            _bytes(one.peaks_holding[1], two.peaks_holding[1], factor),
+        ),
         around_experts=tuple(
             _segment(*pair, factor)
             for pair in zip(one.around_experts, two.around_experts, strict=True)
@@ -52,8 +56,7 @@ def _part(one: ModelPart, two: ModelPart, factor: int) -> ModelPart:
 def _segment(one: Segment, two: Segment, factor: int) -> Segment:
     events = (_event(*pair, factor) for pair in zip(one.events, two.events, strict=True))
     net, peak = _bytes(one.net, two.net, factor), _bytes(one.peak, two.peak, factor)
-    main_peak = _at(one.main_peak, two.main_peak, factor)
-    return Segment(tuple(events), net, peak, two.peak_place, main_peak)
+    return Segment(tuple(events), net, peak, two.peak_place)
 
 
 def _event(one: Event, two: Event, factor: int) -> Event:

@@ -87,10 +87,8 @@ class Segments:
         axes = self.data.token_axes if FLOAT8.is_on(resolved.config) else ()
         self._token_axes: tuple[tuple[str, int], ...] = axes
         self._shared, self._is_quick = shared.segments, is_quick
-        # PyTorch's runtime of schedules with several stages a rank. It waits for sends at the end.
-        self.is_runtime = of is not None and (
-            of.is_from_file or of.schedule.num_stages > of.schedule.num_ranks
-        )
+        # It waits for sends at the end.
+        self.is_runtime = self.data.is_runtime
         # Its stage of several keeps an output until its backward pass, and that of a single stage
         # until the next backward pass.
         self.kept_output_bytes = 0 if self.is_runtime else pieces.output_bytes
@@ -266,6 +264,9 @@ class Segments:
 
     def _action(self, kind: str, variant: Variant) -> Segment:
         parts, data = self.stages[variant.stage], self.data
+        if kind == actions.FULL_BACKWARD:
+            # PyTorch's stage holds its output while the backward pass runs.
+            parts = [(name, part.holding if name == "after" else part) for name, part in parts]
         builder = Builder(self._token_axes)
         earlier = variant.num_gradients
         held = self._pieces.saved_output_bytes if variant.holds_output else 0
@@ -291,7 +292,7 @@ class Segments:
                     builder.add(part.backward_again if earlier else part.backward)
                 data.keep_gradients(builder, part, Site(name, BACKWARD_PHASE), earlier)
                 if name == "after":
-                    builder.allocate("temporary", held)
+                    builder.allocate("temporary", self._pieces.saved_output_bytes)
         elif kind in (actions.BACKWARD_INPUT, actions.BACKWARD_WEIGHT):
             for name, part in reversed(parts):
                 builder.add(self._half_of(part, kind, bool(earlier) or data.is_fsdp))
@@ -302,7 +303,11 @@ class Segments:
                 place = Site(name, FORWARD_PHASE)
                 for _, weights in data.units(name, part):
                     numbers = data.start_gather(builder, weights, place)
-                    data.finish_gather(builder, weights, numbers, place)
+                    # Without PyTorch's runtime, the first forward pass gathers.
+                    data.finish_gather(
+                        builder, weights, numbers, place, defers=not self.is_runtime
+                    )
+            data.free_deferred(builder)
         elif kind == actions.REDUCE_GRAD and data.is_fsdp:
             self._reduce_stage(builder, parts, variant)
         if kind in actions.COMPUTE_KINDS:

@@ -60,7 +60,7 @@ def planned(given: dict[str, Any], hardware: str) -> list[Advice]:
 
 
 def test_what_does_not_fit_gets_changes_that_do(tmp_path: Path) -> None:
-    found = planned(job({}), device(tmp_path, 5))
+    found = planned(job({}), device(tmp_path, 5.5))
     assert any(MODE in one.changes for one in found)
     for one in found:
         assert re.fullmatch("memory is .*: with .*, a step takes .*, which fits", one.text)
