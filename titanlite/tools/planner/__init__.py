@@ -3,7 +3,7 @@
 events.py      what a traced step does, as plain data (torch-free)
 fake_world.py  a world of any size in one process
 recorder.py    records operators, communication and memory; operators.py knows their shapes
-allocator.py   torch's allocator of a GPU, replayed (torch-free)
+allocator.py   torch's allocator of a GPU, replayed (torch-free); gaps.py: in a pipeline's stages
 scratch.py     what kernels and communication allocate inside themselves, by device
 trace.py       builds a job in a fake world and records its second step
 pieces.py      traces one block of each kind and what is around the blocks

@@ -23,6 +23,7 @@ from titanlite.schedule.actions import (
     FORWARD,
     FULL_BACKWARD,
     REDUCE_GRAD,
+    RESHARD,
     SEND_B,
     SEND_F,
     UNSHARD,
@@ -233,9 +234,7 @@ class _Composer:
         held, weights, end = self._ends(numbers)
         actions.append(Done(END, -1, -1, end))
         coordinates = dims.coordinates(rank)
-        # They are where logits come and go.
-        has_head = any(self._stages[number][-1][0] == "after" for number in numbers)
-        gaps = self._pieces.gaps if has_head else 0
+        gaps = self._gaps(numbers)
         if not self._data.is_offloaded:
             return Composition(
                 rank, coordinates, held, actions, is_on_gpu=self._data.is_on_gpu, gaps=gaps
@@ -244,6 +243,14 @@ class _Composer:
         return Composition(
             rank, coordinates, device, actions, host, most, self._data.is_on_gpu, gaps
         )
+
+    def _gaps(self, numbers: Sequence[int]) -> int:
+        """The bytes in gaps of a rank with these stages."""
+        if self._pipeline is None:
+            return self._pieces.gaps
+        first, middle, last = self._pieces.gaps_of_stages
+        ends = {name for number in numbers for name, _ in self._stages[number] if name in ENDS}
+        return max(middle, first if "before" in ends else 0, last if "after" in ends else 0)
 
     def _split(
         self, held: dict[str, int], weights: list[Weight], batches: int
@@ -344,15 +351,18 @@ class _Composer:
             num_gradients = made[stage] or not (is_first or self._data.is_fsdp)
             if kind in (FULL_BACKWARD, BACKWARD_WEIGHT):
                 made[stage] = min(made[stage] + 1, 2 if self._data.sums_apart else 1)
-            is_gathered = not self._data.regathers or stage in whole
-            if self._data.regathers:
-                # Only PyTorch's runtime gathers a stage before its first action needs it.
-                if kind == UNSHARD and (is_gathered or not self._segments.is_runtime):
-                    continue
-                if kind in (UNSHARD, FULL_BACKWARD):
-                    whole.add(stage)
-                elif kind in (FORWARD, REDUCE_GRAD):
-                    whole.discard(stage)
+            is_gathered = stage in whole
+            regathers = self._data.regathers
+            # Only PyTorch's runtime gathers a stage before its first action needs it.
+            is_early = regathers and not self._segments.is_runtime
+            if (kind == UNSHARD and (is_gathered or is_early)) or (
+                kind == RESHARD and not is_gathered
+            ):
+                continue
+            if kind == UNSHARD or (kind == FULL_BACKWARD and regathers):
+                whole.add(stage)
+            elif kind in (RESHARD, REDUCE_GRAD) or (kind == FORWARD and regathers):
+                whole.discard(stage)
             holds = False
             if stage == alone == last_stage and kind == FORWARD:
                 holds, holds_saved, newest = holds_saved, False, microbatch

@@ -347,6 +347,8 @@ class Pieces:
     """Forward and backward FLOPs of the model, without recomputation."""
     gaps: int = 0
     """The bytes that a GPU's allocator takes beyond the sum of each stream's own peak."""
+    gaps_of_stages: tuple[int, int, int] = (0, 0, 0)
+    """The same of a pipeline's stages: the first, one with blocks alone, and the last."""
     balance_bytes: tuple[int, int] = (0, 0)
     """The bytes of the slots of each expert, which are summed in `end`; and of the whole model."""
     casts: Mapping[str, Float8Cast] = field(default_factory=dict)

@@ -23,8 +23,8 @@ def add_cast(
 ) -> tuple[list[int], int]:
     """Add the cast of a shard of `numel` elements, of a weight sharded `over` an axis of ranks.
 
-    `ready` is that of the all-gather, and `stream` the one that allocates. Returns the numbers of the reductions of its amax, and the
-    bytes that it leaves allocated: the shard in float8.
+    `ready` is that of the all-gather, and `stream` the one that allocates. Returns the numbers of
+    the reductions of its amax, and the bytes that it leaves allocated: the shard in float8.
     """
     numbers = []
     for event in _scaled(one.cast, one.numel, numel):

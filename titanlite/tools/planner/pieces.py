@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,6 +45,7 @@ from titanlite.tools.planner.composition import (
     representatives,
     segment_of,
     smaller,
+    uses_fsdp,
 )
 from titanlite.tools.planner.events import (
     Allocation,
@@ -56,6 +57,7 @@ from titanlite.tools.planner.events import (
     Wait,
 )
 from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
+from titanlite.tools.planner.gaps import gaps_of_stages
 from titanlite.tools.planner.hardware import Software
 from titanlite.tools.planner.recorder import StepRecorder
 from titanlite.tools.planner.software import TODAY
@@ -126,7 +128,7 @@ def trace_pieces(
     weights = [weight for of_part in units.values() for unit in of_part.values() for weight in unit]
     state, moments = _optimizer_state(job)
     blocks = tuple(part(of_kind[kind]) for kind in sorted(of_kind))
-    before, after = part("before"), part("after")
+    before, after, casts = part("before"), part("after"), seen.casts.casts()
     every_part = [before, *(blocks[kind] for kind in fewer.kinds), after]
     return Pieces(
         before=before,
@@ -151,8 +153,9 @@ def trace_pieces(
         state_bytes=state,
         flops_per_token=_flops_per_token(small, every_part),
         gaps=trace.gaps(),
+        gaps_of_stages=_gaps_of_stages(small, runs, fewer.kept, units, casts),
         balance_bytes=(_balance_bytes(job.parts[0]), fewer.balance_bytes),
-        casts=seen.casts.casts(),
+        casts=casts,
     )
 
 
@@ -511,6 +514,31 @@ def _late_bytes(
         if products and at > products[-1]:
             most = max(most, now)
     return most
+
+
+def _gaps_of_stages(
+    small: ResolvedJob,
+    runs: Mapping[tuple[str, str], Sequence[Event]],
+    blocks: Sequence[str],
+    units: Mapping[str, Mapping[str, Sequence[Weight]]],
+    casts: Container[str],
+) -> tuple[int, int, int]:
+    """The gaps of a GPU's memory in the stages of a pipeline; without blocks there is none."""
+    training = small.config.training
+    if small.config.job.device != "cuda" or not blocks:
+        return 0, 0, 0
+    computed, summed = (DTYPES[d].itemsize for d in (training.param_dtype, training.reduce_dtype))
+    weights = {
+        name: [
+            (w.numel * (1 if w.name in casts else computed), w.numel * summed)
+            for unit in of_part.values()
+            for w in unit
+            if w.is_trained
+        ]
+        for name, of_part in units.items()
+        if uses_fsdp(small)
+    }
+    return gaps_of_stages(runs, ("before", *blocks, "after"), weights)
 
 
 def _without_ddp(model: nn.Module, *_: Any, **__: Any) -> ddp.DDPReport:

@@ -114,7 +114,8 @@ class Segments:
             # Stages of the same parts are alike.
             parts = self._stage_keys[stage] = tuple(id(part) for _, part in self.stages[stage])
         boundaries = self._boundaries(kind, stage)
-        communicates = kind in (actions.UNSHARD, actions.REDUCE_GRAD, BATCH) or self.data.regathers
+        gathers = kind in (actions.UNSHARD, actions.RESHARD, actions.REDUCE_GRAD, BATCH)
+        communicates = gathers or self.data.regathers
         reduces = self.data.key if communicates else self.data.is_fsdp
         key = (kind, parts, variant[1:], reduces, boundaries, self._is_quick)
         key = *key, self._token_axes, self.is_runtime, self.data.sums_apart
@@ -304,10 +305,12 @@ class Segments:
                 for _, weights in data.units(name, part):
                     numbers = data.start_gather(builder, weights, place)
                     # Without PyTorch's runtime, the first forward pass gathers.
-                    data.finish_gather(
-                        builder, weights, numbers, place, defers=not self.is_runtime
-                    )
+                    data.finish_gather(builder, weights, numbers, place, defers=not self.is_runtime)
             data.free_deferred(builder)
+        elif kind == actions.RESHARD and data.is_fsdp:
+            for name, part in parts:
+                for _, weights in data.units(name, part):
+                    data.free(builder, weights)
         elif kind == actions.REDUCE_GRAD and data.is_fsdp:
             self._reduce_stage(builder, parts, variant)
         if kind in actions.COMPUTE_KINDS:
@@ -394,10 +397,14 @@ class Segments:
         reduce = functools.partial(
             self.data.reduce, builder, is_first=variant.is_first, is_last=variant.is_last
         )
-        for name, part in reversed(parts):
+        # PyTorch's stage goes through the units as the model has them, the root's first.
+        is_of_root = [any(map(self.data.is_shared, part.units)) for _, part in parts]
+        for at in sorted(range(len(parts)), key=lambda at: not is_of_root[at]):
+            name, part = parts[at]
             place = Site(name, BACKWARD_PHASE)
-            for _, weights in self.data.reduced_units(name, part):
-                self.data.free(builder, weights)
+            for _, weights in self.data.units(name, part):
+                if variant.is_gathered:
+                    self.data.free(builder, weights)
                 pending = reduce(weights, place, pending)
             builder.allocate("gradients", -self.data.whole_gradient_bytes(part))
         self.data.end_reduce(builder, pending)
