@@ -21,9 +21,9 @@ TOOLS = ROOT / "titanlite/tools"
 # averages of weights, scores of attention that transformers' models have, what a plan advises, and
 # the uses of a weight in compare, experts of transformers, rings and windows of attention without
 # masks, and what an eleventh set of programs needed (copies of rows, values in another order, lines
-# of a backward pass, losses over parts). The core, which has the first three of these, experts and
-# rings, stays below 34,000.
-CORE, LIBRARY, TESTS = 33_970, 81_450, 47_260
+# of a backward pass, losses over parts), and the streams and gaps of a planned GPU. The core, which
+# has the first three of these, experts and rings, stays below 34,000.
+CORE, LIBRARY, TESTS = 33_970, 81_740, 47_310
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
 GUIDES, PAGES = 25_720, 73_400
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.
