@@ -42,56 +42,64 @@ def gaps_of_stages(
     has the bytes of each weight of a part: as it computes, and of the sum of its gradients; without
     FSDP2 none.
     """
+    known = _Blocks(runs, order)
     # The last block is the most typical.
     first, block, last = (
         _Part(
-            [*_labelled(runs, order, at, FORWARD)],
-            [*_labelled(runs, order, at, BACKWARD)],
-            weights.get(order[at], ()),
+            [*known.labelled(at, FORWARD)], [*known.labelled(at, BACKWARD)], weights.get(name, ())
         )
-        for at in (0, len(order) - 2, len(order) - 1)
+        for at, name in [(0, order[0]), *[*enumerate(order)][-2:]]
     )
     blocks = [block] * NUM_BLOCKS
     return _gaps([first, *blocks]), _gaps(blocks), _gaps([*blocks, last])
 
 
-def _labelled(runs: Runs, order: Sequence[str], at: int, phase: str) -> Iterator[tuple[Label, int]]:
-    """The allocations of the part at `at` in one of its passes."""
-    made: dict[int, tuple[int, str]] = {}
-    freed: dict[int, int] = {}
-    passes = [(place, FORWARD) for place in range(len(order))]
-    passes += [(place, BACKWARD) for place in reversed(range(len(order)))]
-    for place, of in passes:
-        for event in _allocations(runs, order[place], of):
-            if event.num_bytes:
-                made.setdefault(event.block, (place, of))
+class _Blocks:
+    """The blocks of memory that the passes of the traced parts make: where, and who frees them.
+
+    Small ones are left out: they have segments of their own, of a few MiB.
+    """
+
+    def __init__(self, runs: Runs, order: Sequence[str]) -> None:
+        self._runs, self._order = runs, order
+        self._made: dict[int, tuple[int, str]] = {}
+        self._freed: dict[int, int] = {}
+        self._of_weights: set[int] = set()
+        passes = [(place, FORWARD) for place in range(len(order))]
+        passes += [(place, BACKWARD) for place in reversed(range(len(order)))]
+        for place, phase in passes:
+            late: set[int] = set()
+            for event in runs[order[place], phase]:
+                if isinstance(event, Operator):
+                    late.clear()
+                elif not isinstance(event, Allocation):
+                    continue
+                elif event.num_bytes > SMALL:
+                    self._made.setdefault(event.block, (place, phase))
+                elif not event.num_bytes and event.block in self._made:
+                    self._freed[event.block] = place
+                    late.add(event.block)
+            # Gradients, and what FSDP2 does with them after the last operator is left out.
+            self._of_weights |= {b for b in late if self._made[b] == (place, BACKWARD)}
+        self._of_weights |= {
+            b for b, one in self._made.items() if one[1] == BACKWARD and b not in self._freed
+        }
+
+    def labelled(self, at: int, phase: str) -> Iterator[tuple[Label, int]]:
+        """The allocations of the part at `at` in one of its passes."""
+        for event in self._runs[self._order[at], phase]:
+            if not isinstance(event, Allocation) or event.block not in self._made:
+                continue
+            block, (place, of) = event.block, self._made[event.block]
+            if place == at and block in self._of_weights:
+                label = OF_WEIGHTS, block
+            elif place == at and self._freed.get(block, at) == at:
+                label = OWN, block
+            elif place == at:
+                label = (OUT if of == FORWARD else GRADIENT_OUT), 0
             else:
-                freed[event.block] = place
-    # Gradients: they stay, or what FSDP2 does with them after the last operator is left out.
-    of_weights = {b for b, one in made.items() if one == (at, BACKWARD) and b not in freed}
-    for one in reversed(runs[order[at], BACKWARD]):
-        if isinstance(one, Operator):
-            break
-        if isinstance(one, Allocation) and made.get(one.block) == (at, BACKWARD):
-            of_weights.add(one.block)
-    for event in _allocations(runs, order[at], phase):
-        block = event.block
-        # Small blocks have segments of their own, of a few MiB.
-        if block not in made or 0 < event.num_bytes <= SMALL:
-            continue
-        place, of = made[block]
-        if block in of_weights:
-            yield (OF_WEIGHTS, block), event.num_bytes
-        elif place == at and freed.get(block, at) == at:
-            yield (OWN, block), event.num_bytes
-        elif place == at:
-            yield (OUT if of == FORWARD else GRADIENT_OUT, 0), event.num_bytes
-        else:
-            yield (IN if of == FORWARD else GRADIENT_IN, 0), event.num_bytes
-
-
-def _allocations(runs: Runs, name: str, phase: str) -> Iterator[Allocation]:
-    return (event for event in runs[name, phase] if isinstance(event, Allocation))
+                label = (IN if of == FORWARD else GRADIENT_IN), 0
+            yield label, event.num_bytes
 
 
 class _Memory:
