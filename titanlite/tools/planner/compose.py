@@ -351,8 +351,9 @@ class _Composer:
             num_gradients = made[stage] or not (is_first or self._data.is_fsdp)
             if kind in (FULL_BACKWARD, BACKWARD_WEIGHT):
                 made[stage] = min(made[stage] + 1, 2 if self._data.sums_apart else 1)
-            is_gathered = stage in whole
             regathers = self._data.regathers
+            # A pass of a stage that keeps its weights gathers none.
+            is_gathered = stage in whole or (kind in COMPUTE_KINDS and not regathers)
             # Only PyTorch's runtime gathers a stage before its first action needs it.
             is_early = regathers and not self._segments.is_runtime
             if (kind == UNSHARD and (is_gathered or is_early)) or (

@@ -530,10 +530,9 @@ def _gaps_of_stages(
     computed, summed = (DTYPES[d].itemsize for d in (training.param_dtype, training.reduce_dtype))
     weights = {
         name: [
-            (w.numel * (1 if w.name in casts else computed), w.numel * summed)
+            (w.numel * (1 if w.name in casts else computed), w.numel * summed * w.is_trained)
             for unit in of_part.values()
             for w in unit
-            if w.is_trained
         ]
         for name, of_part in units.items()
         if uses_fsdp(small)
