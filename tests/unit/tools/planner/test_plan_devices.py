@@ -196,11 +196,11 @@ TWO_BATCHES = {"global_batch_size": 8}
 @pytest.mark.parametrize(
     ("training", "plan", "limit"),
     [
-        (TWO_BATCHES, {"data_parallel_shard_degree": 4}, 0.001),
         ({}, {**PIPELINE, SCHEDULE: "1F1B"}, 0.003),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
+                (TWO_BATCHES, {"data_parallel_shard_degree": 4}, 0.001),
                 (
                     TWO_BATCHES,
                     {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2},
