@@ -234,15 +234,11 @@ class _Composer:
         held, weights, end = self._ends(numbers)
         actions.append(Done(END, -1, -1, end))
         coordinates = dims.coordinates(rank)
-        gaps = self._gaps(numbers)
+        on_gpu, gaps = self._data.is_on_gpu, self._gaps(numbers)
         if not self._data.is_offloaded:
-            return Composition(
-                rank, coordinates, held, actions, is_on_gpu=self._data.is_on_gpu, gaps=gaps
-            )
+            return Composition(rank, coordinates, held, actions, is_on_gpu=on_gpu, gaps=gaps)
         device, host, most = self._split(held, weights, batches)
-        return Composition(
-            rank, coordinates, device, actions, host, most, self._data.is_on_gpu, gaps
-        )
+        return Composition(rank, coordinates, device, actions, host, most, on_gpu, gaps)
 
     def _gaps(self, numbers: Sequence[int]) -> int:
         """The bytes in gaps of a rank with these stages."""
