@@ -108,14 +108,16 @@ class Composition:
         return Peak(where, best)
 
     def below_zero(self) -> str:
-        """The first action that frees more of a kind of memory than there is; empty if none does.
+        """The first action that frees more of a kind, or on a stream, than there is; else "".
 
         Then the pieces of the model do not fit together, and the peak may be too low.
         """
-        now = Counter(self.held)
+        now, of_streams = Counter(self.held), [sum(self.held.values()), 0, 0]
         for action in self.actions:
             now.update(action.segment.net)
-            if any(num_bytes < 0 for num_bytes in now.values()):
+            for stream, (net, _) in enumerate(action.segment.uses):
+                of_streams[stream] += net
+            if min(*now.values(), *of_streams) < 0:
                 return f"{action.kind} of stage {action.stage}"
         return ""
 
@@ -352,9 +354,8 @@ class _Composer:
             is_gathered = stage in whole or (kind in COMPUTE_KINDS and not regathers)
             # Only PyTorch's runtime gathers a stage before its first action needs it.
             is_early = regathers and not self._segments.is_runtime
-            if (kind == UNSHARD and (is_gathered or is_early)) or (
-                kind == RESHARD and not is_gathered
-            ):
+            is_done = is_gathered or is_early if kind == UNSHARD else not is_gathered
+            if kind in (UNSHARD, RESHARD) and is_done:
                 continue
             if kind == UNSHARD or (kind == FULL_BACKWARD and regathers):
                 whole.add(stage)

@@ -127,8 +127,7 @@ class Replication:
             return ()
         num_bytes = self._gathered_bytes(weights)
         ready = builder.ready if place.phase == "forward" else -1
-        copied = cast_bytes = 0
-        stream = self._gather_stream
+        copied, cast_bytes, stream = 0, 0, self._gather_stream
         if self.is_offloaded:
             copied = self._copy_in(builder, weights, place, ready, stream)
         elif self._is_mixed:
@@ -264,10 +263,7 @@ class Replication:
     def _cast_shards(
         self, builder: Builder, weights: Sequence[Weight], place: Site, *, is_beside: bool = False
     ) -> int:
-        """Cast the shards of a unit to the compute dtype, but for those with a cast to float8.
-
-        Returns their bytes then, 0 if none is cast.
-        """
+        """Cast a unit's shards to the compute dtype, but for those cast to float8; their bytes."""
         plain = [w for w in weights if w.name not in self._casts]
         size = sum(self._copied_numel(w) * w.itemsize + self._cast_bytes(w) for w in plain)
         if not any(w.itemsize != self._itemsize(w, self._dtype) for w in plain):

@@ -4,7 +4,7 @@
 
 Which blocks of memory are there at once depends on the order of a stage's microbatches, which no
 trace of one microbatch has. So the allocations of a small stage are replayed: four blocks, and
-three microbatches under way. More of either changes the gaps little.
+three microbatches under way. Fewer blocks can leave larger gaps, above all beside embeddings.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def _gaps(parts: Sequence[_Part]) -> int:
             forward(microbatch + UNDER_WAY)
     for part in stage:
         memory.resize(("reduced", part), sum(summed for _, summed in parts[part].weights))
-        for index in range(len(parts[part].weights)):
-            memory.resize((part, "gathered", index), 0)
-            memory.resize((part, "summed", index), 0)
+        for kind in ("gathered", "summed"):
+            for index in range(len(parts[part].weights)):
+                memory.resize((part, kind, index), 0)
         memory.resize(("reduced", part - 1), 0)
     return memory.gaps

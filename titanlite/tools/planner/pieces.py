@@ -34,6 +34,7 @@ from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.plan import ParallelPlan, find_blocks
 from titanlite.plain_job import build_plain_model
+from titanlite.quantities import ITEMSIZE
 from titanlite.schedule.generators import without_garbage_collection
 from titanlite.tools.planner.composition import (
     AS_ADAMW,
@@ -120,8 +121,7 @@ def trace_pieces(
             cuts[-1] = replace(cuts[-1], net={**cuts[-1].net, "activations": left})
         of = units.get(name, {}), buffers[name], late_bytes, bool(taken.get(name))
         backward = replace(backward, net=net)
-        peaks = peak_again, peaks_holding
-        return ModelPart(forward, backward, *of, *peaks, recomputed, tuple(cuts))
+        return ModelPart(forward, backward, *of, peak_again, peaks_holding, recomputed, tuple(cuts))
 
     # The last of each kind is the most typical: the first block of all has other neighbours.
     of_kind = dict(zip(fewer.kept_kinds, fewer.kept, strict=True))
@@ -527,10 +527,16 @@ def _gaps_of_stages(
     training = small.config.training
     if small.config.job.device != "cuda" or not blocks:
         return 0, 0, 0
-    computed, summed = (DTYPES[d].itemsize for d in (training.param_dtype, training.reduce_dtype))
+
+    def itemsize(weight: Weight, dtype: str) -> int:
+        return ITEMSIZE[dtype] if training.is_mixed else weight.itemsize
+
     weights = {
         name: [
-            (w.numel * (1 if w.name in casts else computed), w.numel * summed * w.is_trained)
+            (
+                w.numel * (1 if w.name in casts else itemsize(w, training.param_dtype)),
+                w.numel * itemsize(w, training.reduce_dtype) * w.is_trained,
+            )
             for unit in of_part.values()
             for w in unit
         ]

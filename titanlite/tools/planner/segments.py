@@ -87,10 +87,9 @@ class Segments:
         axes = self.data.token_axes if FLOAT8.is_on(resolved.config) else ()
         self._token_axes: tuple[tuple[str, int], ...] = axes
         self._shared, self._is_quick = shared.segments, is_quick
-        # It waits for sends at the end.
+        # PyTorch's runtime waits for sends at the end. Its stage of several keeps an output until
+        # its backward pass, and that of a single stage until the next backward pass.
         self.is_runtime = self.data.is_runtime
-        # Its stage of several keeps an output until its backward pass, and that of a single stage
-        # until the next backward pass.
         self.kept_output_bytes = 0 if self.is_runtime else pieces.output_bytes
         self._known: dict[tuple[Any, ...], Segment] = {}
         self._stage_keys: dict[int, tuple[int, ...]] = {}
