@@ -21,7 +21,8 @@ def apply(part: Part) -> PlanRow:
     if dims.num_replicas > 1:
         notes.append(f"{dims.num_replicas} replicas")
     name = f"EP {dims.ep}" if dims.ep_enabled else "off"
-    return PlanRow(feature, name, name if report.layers else "off", "; ".join(notes))
+    is_active = bool(report.layers) or part.whole is not None  # its stage may have no experts
+    return PlanRow(feature, name, name if is_active else "off", "; ".join(notes))
 
 
 STEP = FeatureStep(apply)
