@@ -101,9 +101,7 @@ def spawn(
 
         places = [Place(n, num_ranks, n, num_ranks, THREADS) for n in range(num_ranks)]
         with _noting_the_report():
-            results = run_threads(function, places, *args, stop=stop)
-        collect_on_gpu()
-        return results
+            return run_threads(function, places, *args, stop=stop)
 
     def send_result(place: Place, connection: Connection) -> None:
         place = replace(place, orders=connection)

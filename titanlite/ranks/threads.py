@@ -11,6 +11,7 @@ import contextlib
 import copy
 import ctypes
 import functools
+import gc
 import itertools
 import random
 import traceback
@@ -300,12 +301,14 @@ def run_threads(
         # FakeTensorMode calls it, too. In a thread, a CUDA build of torch 2.11 crashes in it.
         torch._C._ensureCUDADeviceGuardSet()
         exits.enter_context(settings.keeping_freed_memory())
+        exits.enter_context(settings.frozen_objects())
         exits.enter_context(_threaded_groups())
         _world = world = ThreadWorld(places, stop)
         try:
             results = world.run(function, arguments)
         finally:
             _world = None
+            gc.collect()  # models of ranks that have ended
     if world.turns.failure is not None:
         rank, error = world.turns.failure
         if isinstance(error, TitanliteError):

@@ -7,8 +7,7 @@ from titanlite.plan_row import PlanRow
 
 
 def apply(part: Part) -> PlanRow:
-    meshes, dims = part.meshes, part.dims
-    feature = "expert parallel"
+    meshes, dims, feature = part.meshes, part.dims, "expert parallel"
     report = apply_ep(part.model, meshes.ep, tp_mesh=meshes.tp, cp_mesh=meshes.cp, plan=part.plan)
     known = expert_layers([part.whole or part.model])
     if not known or meshes.experts is None:
@@ -21,8 +20,8 @@ def apply(part: Part) -> PlanRow:
     if dims.num_replicas > 1:
         notes.append(f"{dims.num_replicas} replicas")
     name = f"EP {dims.ep}" if dims.ep_enabled else "off"
-    is_active = bool(report.layers) or part.whole is not None  # its stage may have no experts
-    return PlanRow(feature, name, name if is_active else "off", "; ".join(notes))
+    # A stage may have no experts.
+    return PlanRow(feature, name, name if report.layers or part.whole else "off", "; ".join(notes))
 
 
 STEP = FeatureStep(apply)

@@ -29,7 +29,7 @@ from titanlite.parallelize.plan import ParallelPlan
 from titanlite.parallelize.tensor_account import TensorAccount, merged, require_whole
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.machine import num_cores
-from titanlite.ranks.settings import ignore_warnings, own_settings
+from titanlite.ranks.settings import frozen_objects, ignore_warnings, own_settings
 from titanlite.tools.planner.composition import offloads
 from titanlite.tools.planner.events import Allocation, Trace
 from titanlite.tools.planner.fake_world import fake_builders, fake_world, faked, stand_ins
@@ -156,16 +156,6 @@ def count_parameters(resolved: ResolvedJob) -> int:
     with torch.device("meta"):
         model = build_model(load_model_spec(resolved.config), resolved.model, torch.float32)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-@contextlib.contextmanager
-def frozen_objects() -> Iterator[None]:
-    """Inside, the garbage collector skips the objects that exist now: torch has a million."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _make_optimizer_state(job: Job) -> None:

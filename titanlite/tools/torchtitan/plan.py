@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS, ParallelDims, axes_of, axes_where
-from titanlite.ranks.settings import ignore_warnings, own_settings
+from titanlite.ranks.settings import frozen_objects, ignore_warnings, own_settings
 from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.planner.compose import END, Composition
 from titanlite.tools.planner.composition import representatives
@@ -36,7 +36,7 @@ from titanlite.tools.planner.recorder import StepRecorder
 from titanlite.tools.planner.scratch import CUDA, num_bytes
 from titanlite.tools.planner.segments import Shared
 from titanlite.tools.planner.timing import mesh_dims, step_time, time_events
-from titanlite.tools.planner.trace import frozen_objects, record_step
+from titanlite.tools.planner.trace import record_step
 from titanlite.tools.torchtitan.job import OWN_DTYPE, Plan, TitanJob, kernels_of
 from titanlite.tools.torchtitan.options import Options
 from titanlite.tools.torchtitan.pipeline import Marks, composition_of, marking

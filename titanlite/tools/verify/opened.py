@@ -36,7 +36,7 @@ def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
             job.trainer.generators = None
             yield job
         finally:
-            if not is_rank() or world.is_first:
+            if not is_rank():  # threads are cleaned up after
                 gc.collect()
 
 

@@ -177,9 +177,9 @@ def in_dtype(dtype: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def clean_up(*, is_last: bool = False) -> None:
-    """Free the models of a run; where ranks are threads, only after the last of several runs."""
-    if is_last or not is_rank():
+def clean_up() -> None:
+    """Free the models of a run; those of ranks that are threads are freed as these end."""
+    if not is_rank():
         gc.collect()
 
 

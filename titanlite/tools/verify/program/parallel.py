@@ -124,7 +124,7 @@ class _Measuring:
             with in_dtype(self.request.dtype):
                 return self._run()
         finally:
-            clean_up(is_last=self.traces and self.world.is_first)
+            clean_up()
 
     def _run(self) -> CodeRun:
         request, world = self.request, self.world
