@@ -32,9 +32,8 @@ def train(
     `config` is a JobConfig, a dict of sections, or the path of a TOML file. The job can use
     whatever the calling script has registered. Every rank calls the callbacks with an Event: before
     the first step, after each step, after its validation, after each complete checkpoint, and at
-    the end. With `threads`,
-    the ranks are threads of this process, so a breakpoint stops all of them. Under torchrun every
-    process calls this, and each gets the same result.
+    the end. With `threads`, the ranks are threads of this process, so a breakpoint stops all of
+    them. Under torchrun every process calls this, and each gets the same result.
 
     Raises ConfigError with all mistakes of the job, and RankError if a rank or a callback fails.
     """

@@ -55,7 +55,6 @@ HSDP = also(
     training={"local_batch_size": 2},
 )
 TP_FSDP = plan(tensor_parallel_degree=2, data_parallel_shard_degree=2)
-CP_FSDP = plan(context_parallel_degree=2, data_parallel_shard_degree=2)
 PP_DDP = plan(pipeline_parallel_degree=2, data_parallel_replicate_degree=2)
 ACCUMULATE = {"training": {"local_batch_size": 2}}
 MIXED = also(FSDP, training={"mixed_precision_param": "bfloat16"})
@@ -98,10 +97,6 @@ AC, JOB = "titanlite/parallelize/activation_checkpoint/apply.py", "titanlite/job
 MODEL, BATCH = "models/image_transformer/model.py", "titanlite/modules/batch.py"
 SHARDS, LOSS = "titanlite/modules/shards.py", "titanlite/training/loss.py"
 DATA_PARALLEL_STEP = "titanlite/parallelize/fsdp/step.py"
-TP_FILE, CP_FILE = (
-    "titanlite/parallelize/tensor_parallel/apply.py",
-    "titanlite/parallelize/context_parallel/apply.py",
-)
 EP_FILE, DISPATCH = (
     "titanlite/parallelize/expert_parallel/apply.py",
     "titanlite/modules/experts/dispatch.py",

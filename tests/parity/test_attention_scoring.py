@@ -89,7 +89,7 @@ def test_a_ring_scores_as_one_rank(num_ranks: int) -> None:
     assert max(max(of_rank) for of_rank in on_ranks(errors, num_ranks, CASES)) < 1e-12
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_ring_has_no_mask_on_a_gpu(num_ranks: int) -> None:
     """Against masks on one rank, since the values are shorter than the keys there."""
     cases = [{"window": window, "starts": of} for window, of in product(WINDOWS, STARTS)]

@@ -92,6 +92,12 @@ FOUR_RANKS = {
     "DDP, accumulation": pipelined(batch=2, **REPLICATE),
     "four ranks, ZBV": pipelined("ZBVZeroBubble", 4, microbatch_size=2),
 }
+# Much like others.
+SLOW = (
+    *("LoopedBFS", "four stages a rank", "as many microbatches as stages", "one microbatch"),
+    *("accumulation under a split backward", "uneven stages", "selective AC", "compile"),
+    *("TP", "FSDP, interleaved"),
+)
 EIGHT_RANKS = {
     "HSDP": pipelined(batch=2, **SHARD, **REPLICATE),
     "HSDP, accumulation, a split backward": pipelined(
@@ -113,24 +119,16 @@ def reference(length: Sections) -> Training:
     return train([debug_config(JOB, length)])[0]
 
 
-def trained(jobs: dict[str, dict[str, dict[str, Any]]], length: Sections) -> dict[str, Training]:
-    configs = [debug_config(JOB, length, job) for job in jobs.values()]
-    return dict(zip(jobs, train(configs), strict=True))
-
-
 @pytest.fixture(scope="module")
-def on_two_ranks(length: Sections) -> dict[str, Training]:
-    return trained(TWO_RANKS, length)
-
-
-@pytest.fixture(scope="module")
-def on_four_ranks(length: Sections) -> dict[str, Training]:
-    return trained(FOUR_RANKS, length)
-
-
-@pytest.fixture(scope="module")
-def on_eight_ranks(length: Sections) -> dict[str, Training]:
-    return trained(EIGHT_RANKS, length)
+def trained(request: pytest.FixtureRequest, length: Sections) -> dict[str, Training]:
+    """What each job did of the tests that run."""
+    tests = [item for item in request.session.items if item.originalname == "test_pipeline"]
+    names = {test.callspec.params["name"] for test in tests}
+    found: dict[str, Training] = {}
+    for jobs in (TWO_RANKS, FOUR_RANKS, EIGHT_RANKS):
+        configs = {n: debug_config(JOB, length, job) for n, job in jobs.items() if n in names}
+        found |= dict(zip(configs, train(list(configs.values())), strict=True)) if configs else {}
+    return found
 
 
 def assert_equal(training: Training, reference: Training) -> None:
@@ -139,22 +137,15 @@ def assert_equal(training: Training, reference: Training) -> None:
     assert len(set(training.digests)) == 1, "ranks see different whole weights"
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
-def test_pipeline(on_two_ranks: dict[str, Training], reference: Training, name: str) -> None:
-    assert_equal(on_two_ranks[name], reference)
-
-
-@pytest.mark.parametrize("name", FOUR_RANKS)
-def test_pipeline_with(on_four_ranks: dict[str, Training], reference: Training, name: str) -> None:
-    assert_equal(on_four_ranks[name], reference)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EIGHT_RANKS)
-def test_on_eight_ranks(
-    on_eight_ranks: dict[str, Training], reference: Training, name: str
-) -> None:
-    assert_equal(on_eight_ranks[name], reference)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW or name in EIGHT_RANKS))
+        for name in (*TWO_RANKS, *FOUR_RANKS, *EIGHT_RANKS)
+    ],
+)
+def test_pipeline(trained: dict[str, Training], reference: Training, name: str) -> None:
+    assert_equal(trained[name], reference)
 
 
 def test_schedule_from_a_file(tmp_path: Path, reference: Training, length: Sections) -> None:

@@ -45,8 +45,8 @@ def test_every_row_is_a_legal_job_on_its_hardware() -> None:
     assert len(load_hardware("a100").fitted) + len(load_hardware("h100_96gb").fitted) == 5
 
 
-@pytest.mark.parametrize("name", ["405B, 512 GPUs, 1F1B", "175B, 64 GPUs, selective"])
-def test_a_cheap_row_is_planned_as_the_page_says(name: str) -> None:
+def test_a_cheap_row_is_planned_as_the_page_says() -> None:
+    name = "175B, 64 GPUs, selective"
     row = next(row for row in ROWS if row.name == name)
     # A process of its own: Dynamo can meet the fake tensors of another test.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

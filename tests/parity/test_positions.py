@@ -51,7 +51,7 @@ def reference() -> Training:
     "plans",
     [
         pytest.param(ON_TWO_RANKS, id="two ranks"),
-        pytest.param(ON_FOUR_RANKS, id="four ranks"),
+        pytest.param(ON_FOUR_RANKS, id="four ranks", marks=pytest.mark.slow),
         pytest.param(MORE_ON_FOUR_RANKS, id="more on four ranks", marks=pytest.mark.slow),
     ],
 )

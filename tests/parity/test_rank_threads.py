@@ -36,6 +36,7 @@ TINY: dict[str, Any] = {
     "sampling": {"num_samples": 0},
 }
 THREADS = {"comm": {"mode": "threads"}}
+SLOW = pytest.mark.slow
 PLANS = {
     "TP, FSDP": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
     "PP, CP": {"pipeline_parallel_degree": 2, "context_parallel_degree": 2},
@@ -48,7 +49,7 @@ def train(folder: Path, plan: str, *more: dict[str, Any]) -> titanlite.callbacks
     return titanlite.train(merged(TINY, job, *more))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["PP, CP", "DDP", pytest.param("TP, FSDP", marks=SLOW)])
 def test_losses_are_those_of_processes(tmp_path: Path, plan: str) -> None:
     threads = train(tmp_path / "threads", plan, THREADS)
     processes = train(tmp_path / "processes", plan)

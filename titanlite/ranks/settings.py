@@ -8,7 +8,6 @@ it, and so does whatever builds one job after another in a world. When a job is 
 
 import contextlib
 import ctypes
-import gc
 import logging
 import os
 import random
@@ -206,16 +205,6 @@ def keeping_freed_memory() -> Iterator[None]:
         # these values.
         if _set_malloc(32 * 2**20, 64 * 2**20):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-@contextlib.contextmanager
-def frozen_objects() -> Iterator[None]:
-    """Inside, the garbage collector skips the objects that exist now: torch has a million."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _set_malloc(mapped_from: int, trimmed_from: int) -> bool:

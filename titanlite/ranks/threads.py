@@ -301,7 +301,8 @@ def run_threads(
         # FakeTensorMode calls it, too. In a thread, a CUDA build of torch 2.11 crashes in it.
         torch._C._ensureCUDADeviceGuardSet()
         exits.enter_context(settings.keeping_freed_memory())
-        exits.enter_context(settings.frozen_objects())
+        gc.freeze()  # the garbage collector skips torch's million objects
+        exits.callback(gc.unfreeze)
         exits.enter_context(_threaded_groups())
         _world = world = ThreadWorld(places, stop)
         try:

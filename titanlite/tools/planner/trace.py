@@ -29,7 +29,7 @@ from titanlite.parallelize.plan import ParallelPlan
 from titanlite.parallelize.tensor_account import TensorAccount, merged, require_whole
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.machine import num_cores
-from titanlite.ranks.settings import frozen_objects, ignore_warnings, own_settings
+from titanlite.ranks.settings import ignore_warnings, own_settings
 from titanlite.tools.planner.composition import offloads
 from titanlite.tools.planner.events import Allocation, Trace
 from titanlite.tools.planner.fake_world import fake_builders, fake_world, faked, stand_ins
@@ -133,7 +133,8 @@ def _built(
         num_ranks = (others.get("dims") or resolved.dims).world_size
         world = stack.enter_context(fake_world(rank, num_ranks, device))
         stack.enter_context(stand_ins(planned, fuses_norms=software.rms_norm == "fused"))
-        stack.enter_context(frozen_objects())
+        gc.freeze()  # see run_threads
+        stack.callback(gc.unfreeze)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         builders = replace(fake_builders(mode, world.device), **others)
         if software.fsdp_root == "embeddings and head":

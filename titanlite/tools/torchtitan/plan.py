@@ -7,6 +7,7 @@ second step is recorded, as tools/planner/trace.py records one of titanlite's.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS, ParallelDims, axes_of, axes_where
-from titanlite.ranks.settings import frozen_objects, ignore_warnings, own_settings
+from titanlite.ranks.settings import ignore_warnings, own_settings
 from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.planner.compose import END, Composition
 from titanlite.tools.planner.composition import representatives
@@ -131,7 +132,8 @@ def trace_rank(job: TitanJob, ranks: int | None, rank: int) -> Traced:
         ignore_warnings(category=UserWarning)
         stack.enter_context(fake_world(rank, dims.world_size))
         stack.enter_context(stand_ins("cuda"))
-        stack.enter_context(frozen_objects())
+        gc.freeze()  # see run_threads
+        stack.callback(gc.unfreeze)
         row = config.training.seq_len // dims.cp
         stack.enter_context(without_values(mode, row, _stage_of(plan)))
         try:

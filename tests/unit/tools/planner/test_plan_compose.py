@@ -122,7 +122,8 @@ def test_composed_experts_of_transformers_equal_traced_ones(
 
 # Their blocks need no input for the backward pass: when it is freed is up to the code around them.
 @pytest.mark.parametrize(
-    ("pp", "mode"), [(1, "selective"), (2, "none"), pytest.param(2, "full", marks=pytest.mark.slow)]
+    ("pp", "mode"),
+    [(1, "selective"), *(pytest.param(2, m, marks=pytest.mark.slow) for m in ("none", "full"))],
 )
 def test_composed_bfloat16_steps_of_transformers_equal_traced_ones(
     tmp_path: Path, pp: int, mode: str
