@@ -90,10 +90,11 @@ def first_difference(e: Evidence) -> Iterator[str]:
             f"{describe_event(odd[0] if odd else first)} has the rows or columns of one process in "
             "another order: if that is not intended, the error is there"
         )
-    details = list(_details(e, first, outputs)) or list(_other_samples(e, first))
+    how = list(_how_it_runs(e, first, outputs))
+    details = how or list(_details(e, first, outputs)) or list(_other_samples(e, first))
     parts += details
     parts += _of_module(e, first, outputs)
-    parts += _of_buffers(e, module_of(first))
+    parts += [] if how else _of_buffers(e, module_of(first))
     parts += lines * (not is_between)
     if not is_input(first) and not line and not details:
         parts += _own_part_alone(e, module_of(first), list(outputs))
@@ -119,7 +120,7 @@ def _start(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> tupl
     name, module = describe_event(first), module_of(first)
     before = e.events[: e.events.index(first)]
     known = _sources(e, first)
-    if idle := _never_run(e, before):
+    if isinstance(e, JobEvidence) and (idle := _never_run(e, before)):
         what = f"{name}, which comes later, is the first tensor that differs"
         if not is_input(first):
             what = f"{module or 'the model'}, which comes later, is the first module whose output "
@@ -201,6 +202,11 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
             "each of its rows is a multiple of another row of one process: results are put back in "
             "another order than that of the tokens, as by a permutation in place of its inverse"
         )
+    if all(one.has_scaled_rows for one in outputs.values()):
+        yield (
+            "each of its rows is that of one process times a number of its own: rows are weighted "
+            "or normalized at another place than there, as before a module instead of after it"
+        )
     yield from _where(e, {rank: output.places for rank, output in outputs.items()})
     yield from _at_border(outputs)
     if shape := next((output.shape for output in outputs.values() if output.shape), ""):
@@ -209,6 +215,24 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
     factor, left = pooled([output.agreement for output in outputs.values()])
     if left < EXPLAINED and not is_near(factor, 1.0):
         yield f"it is {times(factor)} as large as on one process{e.equals(factor)}"
+
+
+def _how_it_runs(e: Evidence, first: str, ranks: Collection[int]) -> Iterator[str]:
+    """Whether a module runs in another mode than on one process, or what is in it never runs."""
+    known, module = e.reference_trace, module_of(first)
+    if known is None or is_input(first) or isinstance(e, JobEvidence):
+        return
+    own = [trace for trace in e.traces if trace.rank in ranks]
+    if module not in known.evaluating and all(module in trace.evaluating for trace in own):
+        yield (
+            "it is in evaluation mode, and on one process in training mode: train() is not called, "
+            "or before what calls eval()"
+        )
+    # What has weights may be computed from them elsewhere.
+    others = {holder_of(name) for run in e.runs for name in run.placements}
+    idle = [name for name in own[0].idle if name.startswith(f"{module}.") and name not in others]
+    if idle := [name for name in idle if name in e.forward_order]:
+        yield f"in it, {listed(idle, 3)} {'run' if idle[1:] else 'runs'} on one process, never here"
 
 
 def _where(e: Evidence, places: Mapping[int, str]) -> Iterator[str]:
@@ -518,6 +542,10 @@ def explain_missing(e: Evidence) -> Iterator[str]:
         sources = listed([describe_event(source) for source in e.flow.get(event, ())], 3)
         what = f"{describe_event(event)}{f', which is computed from {sources},' * bool(sources)} "
         what += f"requires no gradient, {where}, but does on one process"
+        wrong = [t.events[event] for t in e.traces if t.rank in ranks and event in t.events]
+        if wrong and all(one.wrong_calls for one in wrong):
+            values = "has other values" if any(one.agreement.aa for one in wrong) else "is zero"
+            what += f", and {values}: that of one process does not arrive"
         before = e.lines_before(event, ranks)
     else:
         readers = e.following.get(event, ())

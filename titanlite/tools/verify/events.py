@@ -64,6 +64,8 @@ class Events:
         self.at_start: Callable[[], Any] | None = None
         self.start: Any = None
         """What `at_start` returns, which is called before the first forward pass."""
+        self.evaluating: set[str] = set()
+        """Modules that ran in evaluation mode."""
         self.accumulated: Counter[str] = Counter()
         """Parameter -> how often a backward pass adds to its gradient."""
         self.flow: dict[str, dict[str, None]] = {}
@@ -108,6 +110,8 @@ class Events:
                         self.start, self.at_start = self.at_start(), None
             if self._is_left_out:
                 return None
+            if not module.training:
+                self.evaluating.add(module_of(call))
         elif _infers_shapes():
             # What is recomputed must do what the forward pass did.
             return None

@@ -149,6 +149,7 @@ def trace_reference(
             scaled,
             experts,
             loss_of_parts,
+            frozenset(kept.evaluating),
         )
 
 
@@ -200,7 +201,7 @@ def trace_plan(
         _sum_copies(job, trace, subject, record)
         trace.shares = shares_of(job, names, record, folder)
         trace.blind_stages = _blind_stages(job, given, batches)
-        trace.styles, trace.scaled, trace.idle, trace.loss = styles_of(job), scaled, kept.idle, loss
+        trace.styles, trace.scaled, trace.loss = styles_of(job), scaled, loss
         trace.experts = compare_routing(job, own, routed, known.get("routing", {}), record)
         trace.squares = sum(one.aa for one in subject.compare_gradients(record).values())
         trace.same_as = _equal_to_others(subject, names, record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from titanlite.tools.verify.differences import holders_of
@@ -71,6 +72,13 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
     yield "the ranks' own norms are added, not their squares", sum(map(math.sqrt, of_ranks))
     mean = sum(map(math.sqrt, of_ranks)) / len(of_ranks)
     yield "the mean of the ranks' own norms is taken", mean
+    groups: dict[tuple[str, ...], float] = defaultdict(float)
+    for name in once:
+        groups[tuple(placed[name].values())] += once[name]
+    yield (
+        "the norms of gradients that are placed in different ways are added, not their squares",
+        sum(map(math.sqrt, groups.values())),
+    )
     stages = sorted({run.coordinates.get("pp", 0) for run in runs})
     for stage in stages if len(stages) > 1 else []:
         held = {n for run in runs if run.coordinates.get("pp", 0) == stage for n in run.placements}

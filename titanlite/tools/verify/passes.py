@@ -161,7 +161,7 @@ def explain_loss(e: Evidence) -> Iterator[str]:
     elif len(values) > 1 and not outputs_differ(e):
         yield (
             f"ranks with the same batch have different losses ({by_rank(e, lambda step: step.loss)}"
-            "): look at the loss function"
+            ")" + ": look at the loss function" * (e.wrong_line() is None)
         )
     gradients_agree = not e.failed("gradient")
     if is_near(own, known):

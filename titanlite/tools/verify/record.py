@@ -174,6 +174,8 @@ class ReferenceTrace:
     """Expert layer -> the tokens that are routed to each expert."""
     loss_of_parts: float | None = None
     """Of a loss over the whole batch: what it is if each rank has only its own samples."""
+    evaluating: frozenset[str] = frozenset()
+    """The modules that ran in evaluation mode."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -294,6 +296,8 @@ class ModuleOutput:
     """Where it differs, if that is a part of one dimension; of other code."""
     has_other_rows: bool = False
     """Whether each row is a multiple of one of the reference's, but not of its own."""
+    has_scaled_rows: bool = False
+    """Whether each is a multiple of its own, with a factor of its own."""
     gradient_places: str = ""
     """The same for its gradient."""
     is_overwritten: bool = False
@@ -356,6 +360,8 @@ class RankTrace:
     """For each sequence of a validation's first batch, its index on one process; -1 for none."""
     idle: tuple[str, ...] = ()
     """Modules of this rank that never ran."""
+    evaluating: frozenset[str] = frozenset()
+    """The same as in ReferenceTrace."""
     loss: float | None = None
     """The loss of the step when it was run again; None if that is not known."""
     squares: float = 0.0

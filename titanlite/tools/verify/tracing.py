@@ -135,6 +135,8 @@ class Tracer(abc.ABC):
             accumulated=dict(kept.accumulated),
             lines=kept.lines,
             lines_backward=kept.lines_backward,
+            idle=kept.idle,
+            evaluating=frozenset(kept.evaluating),
         )
         self._sum_backward(trace, backward, kept, known, factors)
         return trace

@@ -210,6 +210,9 @@ class CodeTracer(Tracer):
             if _find_rows(unit[0], unit[1], self.tolerance) is not None:
                 difference = agreement(unit[0], unit[2], unit[1]).difference
                 output.has_other_rows = difference > self.tolerance
+                sizes = own.flatten(0, -2).norm(dim=1) / part.flatten(0, -2).norm(dim=1)
+                is_even = sizes.std() < self.tolerance * sizes.mean()
+                output.has_scaled_rows = not (output.has_other_rows or is_even)
 
     def _others(
         self, event: str, own: Tensor, known: Mapping[str, list[Tensor]]

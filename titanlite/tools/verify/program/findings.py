@@ -137,6 +137,14 @@ class PartEvidence(Evidence):
         if is_near(factor, 1.0):
             return ""
         same = self._same(factor)
+        rates = [one.lr for one in self.reference[: self.step + 1]]
+        for step, rate in enumerate(rates[1:-1], 1):
+            if is_near(rate, factor * rates[-1]):
+                return (
+                    f"They change {factor:.6g} times as much as on one process: the learning rate "
+                    f"is that of step {step}, {rate:g}, and not {rates[-1]:g}. What changes the "
+                    "rate does not reach what makes this update, as another optimizer's groups"
+                )
         return (
             f"The change of these weights is {factor:.6g} times that on one process"
             f"{f' ({factor:.6g} is {same})' if same else ''}: look at the "
