@@ -20,9 +20,9 @@ TOOLS = ROOT / "titanlite/tools"
 # fine-tuning (adapters, conversations, peft's folders, a folder compared with transformers),
 # averages of weights, scores of attention that transformers' models have, what a plan advises, and
 # the uses of a weight in compare, experts of transformers, rings and windows of attention without
-# masks, and what an eleventh and a twelfth set of programs needed (copies of rows, values in another
-# order, lines of a backward pass, losses over parts; modes and modules that do not run, rates), and
-# the streams and gaps of a planned GPU. The core, which has the first three of these, experts and
+# masks, what an eleventh and a twelfth set of programs needed (copies of rows, values in another
+# order, lines of a backward pass, losses over parts; modules that do not run, rates), and the
+# streams and gaps of a planned GPU. The core, which has the first three of these, experts and
 # rings, stays below 34,000.
 CORE, LIBRARY, TESTS = 33_970, 81_800, 47_310
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
