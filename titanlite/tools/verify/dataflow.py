@@ -543,9 +543,8 @@ def explain_missing(e: Evidence) -> Iterator[str]:
         what = f"{describe_event(event)}{f', which is computed from {sources},' * bool(sources)} "
         what += f"requires no gradient, {where}, but does on one process"
         wrong = [t.events[event] for t in e.traces if t.rank in ranks and event in t.events]
-        if wrong and all(one.wrong_calls for one in wrong):
-            values = "has other values" if any(one.agreement.aa for one in wrong) else "is zero"
-            what += f", and {values}: that of one process does not arrive"
+        if wrong and all(one.wrong_calls and not one.agreement.aa for one in wrong):
+            what += ", and is zero: that of one process does not arrive"
         before = e.lines_before(event, ranks)
     else:
         readers = e.following.get(event, ())

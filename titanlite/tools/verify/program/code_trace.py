@@ -211,7 +211,10 @@ class CodeTracer(Tracer):
                 difference = agreement(unit[0], unit[2], unit[1]).difference
                 output.has_other_rows = difference > self.tolerance
                 sizes = own.flatten(0, -2).norm(dim=1) / part.flatten(0, -2).norm(dim=1)
-                is_even = sizes.std() < self.tolerance * sizes.mean()
+                sizes = sizes[sizes.isfinite()]
+                is_even = (
+                    not len(sizes) or sizes.max() - sizes.min() <= self.tolerance * sizes.max()
+                )
                 output.has_scaled_rows = not (output.has_other_rows or is_even)
 
     def _others(

@@ -139,7 +139,7 @@ class PartEvidence(Evidence):
         same = self._same(factor)
         rates = [one.lr for one in self.reference[: self.step + 1]]
         for step, rate in enumerate(rates[1:-1], 1):
-            if is_near(rate, factor * rates[-1]):
+            if rate and is_near(rate, factor * rates[-1]):
                 return (
                     f"They change {factor:.6g} times as much as on one process: the learning rate "
                     f"is that of step {step}, {rate:g}, and not {rates[-1]:g}. What changes the "

@@ -94,7 +94,7 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
         own = [p.grad for p in model.parameters() if p.grad is not None]
         norm = sum((dense(g).double() ** 2).sum().item() for g in own) ** 0.5
         gradients = subject.whole_gradients()
-        clipped, rate = built.clip(), built.optimizer.param_groups[0]["lr"]
+        clipped, rate = built.clip(), built.optimizer.param_groups[0].get("lr", 0.0)
         with watched(model, "the optimizer") if step == 1 else nullcontext(()) as by_optimizer:
             built.optimizer.step()
         after = fingerprint(held)
@@ -127,7 +127,7 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
                 evaluating=frozenset(kept.evaluating),
             )
         record.trace.num_left_out = num_left_out
-        record.steps.append(ReferenceStep(loss, clipped if request.clip else norm, rate))
+        record.steps.append(ReferenceStep(loss, clipped if request.clip else norm, float(rate)))
         built.optimizer.zero_grad(set_to_none=True)
     return record
 
