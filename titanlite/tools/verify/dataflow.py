@@ -72,11 +72,12 @@ def first_difference(e: Evidence) -> Iterator[str]:
     wrong_line = e.wrong_line(first)
     has_place = wrong_line is None or bool(wrong_line.only_here and not wrong_line.source)
     has_place = has_place or any(output.shape for output in outputs.values())
-    line = "" if has_place else e.first_wrong_line(first)
-    code = e.lines_before(first, list(outputs))
     arranged = "" if wrong_line is None else e.arranged(wrong_line)
+    line = "" if has_place or arranged else e.first_wrong_line(first)
+    code = e.lines_before(first, list(outputs))
     if arranged and wrong_line is not None:
-        code = f": {listed((*wrong_line.only_here[-MOST_LINES:], wrong_line.line))}. {arranged}"
+        code = f": {listed((*wrong_line.only_here[-MOST_LINES:], wrong_line.line))}. "
+        code += arranged[:1].upper() + arranged[1:]
     line = e.completed or line
     lines = [line or f"the code there{code}"] if line or code else []
     parts += lines * is_between

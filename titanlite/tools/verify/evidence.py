@@ -205,6 +205,16 @@ class Evidence:
         if found.instead:
             start = f"the first line that reads something else is {found.line}: the result of "
             return start + ", on one process that of ".join(found.instead)
+        if found.is_moved:
+            return (
+                f"{start}: it has rows or columns of one process, but others than those that this "
+                "rank's tokens have there, or in another order"
+            )
+        if found.rows:
+            return (
+                f"{start}: it has {found.rows} of one process, which are another rank's. Is it "
+                "counted, or drawn, from the place of the first rank?"
+            )
         if found.only_here and not found.source:
             shown = listed(found.only_here[-MOST_LINES:])
             return f"{start}. It reads what only the parallel code computes, in {shown}"
@@ -221,11 +231,6 @@ class Evidence:
             return (
                 f"{start}. It reads {what or 'a value of the same line'}, which each rank computes "
                 f"from its own part: only {found.way} is right. Reduce it before it is used"
-            )
-        if found.is_moved:
-            return (
-                f"{start}: it has rows or columns of one process, but others than those that this "
-                "rank's tokens have there, or in another order"
             )
         if found.is_of_padded:
             return f"{start}. What it reads agrees, but has {PADDING}"

@@ -531,6 +531,8 @@ class WrongLine:
     """The lines that compute what one process reads there and that this rank does not run."""
     numbers: tuple[tuple[str, float, float], ...] = ()
     """Numbers that its operator is given: which, the rank's, and another of one process."""
+    rows: str = ""
+    """The rows of one process that the result has, if they are another rank's."""
 
 
 @dataclass

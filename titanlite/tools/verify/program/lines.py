@@ -37,6 +37,7 @@ ARRANGE = (
     *("view", "_unsafe_view", "reshape", "transpose", "t", "permute", "clone", "alias", "split"),
     *("split_with_sizes", "chunk", "slice", "select", "unbind", "index", "cat", "stack", "expand"),
     *("squeeze", "unsqueeze", "flatten", "unflatten", "contiguous", "index_select", "as_strided"),
+    "lift_fresh",
 )
 # Arguments that need no name.
 UNNAMED = ("self", "other", "value", "exponent")
@@ -64,10 +65,15 @@ def wrong_lines(
     some = list(wrong)[:MOST_REDUCED]
     found = {values.places[number]: pair for number, pair in pairs.items()}
     shares = _shares(tracer, {place: found[place] for place in some if place in found}, some)
+    rows: dict[Place, str] = {}
+    for there in gathered({p: _rows(*found[p][:2]) for p in wrong if states.get(p) == "wrong"}):
+        rows |= {place: which for place, which in there.items() if which}
     parts = {
         n for n, (own, whole, share) in pairs.items() if own.numel() * share[1] < whole.numel()
     }
-    search = _Search(values, known, others, instead, states, wrong, unjudged, shares, parts).found()
+    search = _Search(
+        values, known, others, instead, states, wrong, unjudged, shares, rows, parts
+    ).found()
     lines = tuple(itertools.islice(search, MOST_LINES))
     return lines, _without_gradient(values, known, others)
 
@@ -93,6 +99,14 @@ def _counterparts(values: Values, known: Values) -> tuple[dict[int, int], dict[i
                 break
             if len(own) == len(theirs) == len(own & theirs) + 1 > 1:
                 instead[number] = other
+    taken = set(found.values())
+    for number, other in sorted(found.items(), reverse=True):
+        # The last operands without a counterpart, of lines that only one side runs.
+        here = [one for one in values.sources[number] if one not in found]
+        there = [one for one in known.sources[other] if one not in taken]
+        if len(here) == len(there) == 1 and not {values.places[here[0]][0]} & known.of.keys():
+            found[here[0]] = there[0]
+            taken.add(there[0])
     return found, {n: o for n, o in instead.items() if n not in found and o not in found.values()}
 
 
@@ -159,6 +173,16 @@ def _is_close(tracer: CodeTracer, own: Tensor, part: Tensor, whole: Tensor) -> b
     return torch.equal(own, part) or (
         agreement(without_padding(own, part), part, whole).difference <= tracer.tolerance
     )
+
+
+def _rows(own: Tensor, whole: Tensor) -> str:
+    """The rows of one process that a value has, in their order, but should not; "" for none."""
+    if not own.ndim or own.shape[1:] != whole.shape[1:]:
+        return ""
+    for first in range(len(whole) - len(own)):
+        if torch.equal(own, whole[first : first + len(own)]):
+            return f"rows {first} to {first + len(own) - 1}"
+    return ""
 
 
 def _shares(
@@ -239,6 +263,7 @@ class _Search:
     unjudged: Collection[Place]
     """Those of which some rank cannot say that."""
     shares: Mapping[Place, str]
+    rows: Mapping[Place, str]
     parts: Collection[int]
     """The values of which this rank has only a part."""
 
@@ -250,7 +275,7 @@ class _Search:
         harmless, free = self._harmless(), self.values.is_free
         numbers = sorted(range(len(free)), key=free.__getitem__)
         for number, place in ((number, self.values.places[number]) for number in numbers):
-            (call, line, _), state = place[0], self.states.get(place)
+            (call, line, operator), state = place[0], self.states.get(place)
             if number in self.instead and not harmless[number]:
                 own = {self.others[source]: source for source in self.values.sources[number]}
                 theirs = set(self.known.sources[self.instead[number]])
@@ -266,17 +291,21 @@ class _Search:
             ):
                 continue
             found = WrongLine(call, line, state in ("moved", "chosen"))
+            found.rows = self.rows.get(place, "")
             found.arranges = self._arranges(number)
             sources, between = self._sources(self.values, number)
             found.only_here = _lines_of(self.values, between, {found.line})
             self._compare(found, number)
-            if place[0] not in self.known.of and not found.numbers:
-                continue
             # Without a source, it reads the rank's samples or its weights.
             found.is_of_part = self.values.mixes[number] and (
                 not sources
                 or any(s in self.parts and self.values.places[s] not in self.wrong for s in sources)
             )
+            # What only this code runs may be completed later, unless it says what is missing.
+            if place[0] not in self.known.of and not (
+                found.numbers or found.rows or (found.is_of_part and not _only_arranges(operator))
+            ):
+                continue
             found.is_of_padded = self.values.mixes[number] and any(
                 self.states.get(self.values.places[source]) == "padded" for source in sources
             )
@@ -314,7 +343,7 @@ class _Search:
             (call, _, operator), _ = self.values.places[one := stack.pop()]
             if call != own:
                 calls[call] = None
-            elif operator.split(".")[1].split(":")[-1] not in ARRANGE:
+            elif not _only_arranges(operator):
                 return ()
             else:
                 stack += self.values.sources[one]
@@ -368,6 +397,10 @@ class _Search:
                 stack += values.sources[source]
         in_lines_of_both = sorted(found, key=lambda s: values.places[s][0] not in self.known.of)
         return in_lines_of_both, sorted(seen - set(found))
+
+
+def _only_arranges(operator: str) -> bool:
+    return operator.split(".")[1].split(":")[-1] in ARRANGE
 
 
 def _lines_of(values: Values, numbers: Sequence[int], without: Collection[str]) -> tuple[str, ...]:
