@@ -94,7 +94,8 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
         own = [p.grad for p in model.parameters() if p.grad is not None]
         norm = sum((dense(g).double() ** 2).sum().item() for g in own) ** 0.5
         gradients = subject.whole_gradients()
-        clipped, rate = built.clip(), built.optimizer.param_groups[0].get("lr", 0.0)
+        clipped, groups = built.clip(), getattr(built.optimizer, "param_groups", ())
+        rate = next((group.get("lr", 0.0) for group in groups), 0.0)
         with watched(model, "the optimizer") if step == 1 else nullcontext(()) as by_optimizer:
             built.optimizer.step()
         after = fingerprint(held)
