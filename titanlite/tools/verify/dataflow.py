@@ -227,13 +227,13 @@ def _how_it_runs(e: Evidence, first: str, ranks: Collection[int]) -> Iterator[st
     if module not in known.evaluating and all(module in trace.evaluating for trace in own):
         yield (
             "it is in evaluation mode, and on one process in training mode: train() is not called, "
-            "or before what calls eval()"
+            "or is called before eval()"
         )
     # What has weights may be computed from them elsewhere.
     others = {holder_of(name) for run in e.runs for name in run.placements}
     idle = [name for name in own[0].idle if name.startswith(f"{module}.") and name not in others]
     if idle := [name for name in idle if name in e.forward_order]:
-        yield f"in it, {listed(idle, 3)} {'run' if idle[1:] else 'runs'} on one process, never here"
+        yield f"inside it, {listed(idle, 3)} {'run' if idle[1:] else 'runs'} only on one process"
 
 
 def _where(e: Evidence, places: Mapping[int, str]) -> Iterator[str]:

@@ -212,8 +212,8 @@ class Evidence:
             )
         if found.rows:
             return (
-                f"{start}: it has {found.rows} of one process, which are another rank's. Is it "
-                "counted, or drawn, from the place of the first rank?"
+                f"{start}: it has {found.rows} of one process, which are not this rank's. Is "
+                "it counted, or drawn, from the place of the first rank?"
             )
         if found.only_here and not found.source:
             shown = listed(found.only_here[-MOST_LINES:])

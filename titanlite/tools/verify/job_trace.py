@@ -149,7 +149,6 @@ def trace_reference(
             scaled,
             experts,
             loss_of_parts,
-            frozenset(kept.evaluating),
         )
 
 

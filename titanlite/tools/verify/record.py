@@ -532,7 +532,7 @@ class WrongLine:
     numbers: tuple[tuple[str, float, float], ...] = ()
     """Numbers that its operator is given: which, the rank's, and another of one process."""
     rows: str = ""
-    """The rows of one process that the result has, if they are another rank's."""
+    """The rows of one process that the result has, if they are not the rank's."""
 
 
 @dataclass

@@ -142,8 +142,8 @@ class PartEvidence(Evidence):
             if rate and is_near(rate, factor * rates[-1]):
                 return (
                     f"They change {factor:.6g} times as much as on one process: the learning rate "
-                    f"is that of step {step}, {rate:g}, and not {rates[-1]:g}. What changes the "
-                    "rate does not reach what makes this update, as another optimizer's groups"
+                    f"is that of step {step}, {rate:g}, and not {rates[-1]:g}. Does the "
+                    "schedule set the rate of another optimizer's groups?"
                 )
         return (
             f"The change of these weights is {factor:.6g} times that on one process"

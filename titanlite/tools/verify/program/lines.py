@@ -66,7 +66,7 @@ def wrong_lines(
     found = {values.places[number]: pair for number, pair in pairs.items()}
     shares = _shares(tracer, {place: found[place] for place in some if place in found}, some)
     rows: dict[Place, str] = {}
-    for there in gathered({p: _rows(*found[p][:2]) for p in wrong if states.get(p) == "wrong"}):
+    for there in gathered({p: _rows(*found[p][:2]) for p in some if states.get(p) == "wrong"}):
         rows |= {place: which for place, which in there.items() if which}
     parts = {
         n for n, (own, whole, share) in pairs.items() if own.numel() * share[1] < whole.numel()
@@ -104,7 +104,7 @@ def _counterparts(values: Values, known: Values) -> tuple[dict[int, int], dict[i
         # The last operands without a counterpart, of lines that only one side runs.
         here = [one for one in values.sources[number] if one not in found]
         there = [one for one in known.sources[other] if one not in taken]
-        if len(here) == len(there) == 1 and not {values.places[here[0]][0]} & known.of.keys():
+        if len(here) == len(there) == 1 and values.places[here[0]][0] not in known.of:
             found[here[0]] = there[0]
             taken.add(there[0])
     return found, {n: o for n, o in instead.items() if n not in found and o not in found.values()}
@@ -177,9 +177,10 @@ def _is_close(tracer: CodeTracer, own: Tensor, part: Tensor, whole: Tensor) -> b
 
 def _rows(own: Tensor, whole: Tensor) -> str:
     """The rows of one process that a value has, in their order, but should not; "" for none."""
-    if not own.ndim or own.shape[1:] != whole.shape[1:]:
+    # A constant, such as a mask of zeros, is nobody's.
+    if not own.ndim or own.shape[1:] != whole.shape[1:] or (own == own.flatten()[0]).all():
         return ""
-    for first in range(len(whole) - len(own)):
+    for first in range(len(whole) - len(own) + 1):
         if torch.equal(own, whole[first : first + len(own)]):
             return f"rows {first} to {first + len(own) - 1}"
     return ""
@@ -264,6 +265,7 @@ class _Search:
     """Those of which some rank cannot say that."""
     shares: Mapping[Place, str]
     rows: Mapping[Place, str]
+    """Those that have rows of one process that are not the rank's, and which."""
     parts: Collection[int]
     """The values of which this rank has only a part."""
 
