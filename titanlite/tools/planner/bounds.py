@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from titanlite.tools.planner.data_parallel import GATHERED, Replication
 from titanlite.tools.planner.events import FROM_RANK_TO_RANK, Communication, Operator, Site, Wait
 from titanlite.tools.planner.fuse import is_fusible
 from titanlite.tools.planner.segments import Stage
+from titanlite.tools.planner.space import Changes, sizes_of
 
 SLACK = 0.02
 """Extrapolated times, which a search compares, are at most this share too low."""
@@ -71,6 +73,24 @@ class Frontier:
             seconds * (1 + SLACK) < floor.seconds and num_bytes <= floor.num_bytes
             for seconds, num_bytes in self._front
         )
+
+
+class TooLarge:
+    """Plans that do not fit in memory, and so no plan that takes more.
+
+    It has larger microbatches or recomputes less, and nothing else differs.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: defaultdict[Hashable, list[tuple[int, int]]] = defaultdict(list)
+
+    def add(self, plan: Changes) -> None:
+        others, size, recomputed = sizes_of(plan)
+        self._sizes[others].append((size, recomputed))
+
+    def __contains__(self, plan: Changes) -> bool:
+        others, size, recomputed = sizes_of(plan)
+        return any(s <= size and r >= recomputed for s, r in self._sizes[others])
 
 
 class _Passes(NamedTuple):

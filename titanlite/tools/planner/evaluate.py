@@ -21,7 +21,7 @@ from titanlite.config.load import override
 from titanlite.config.model import resolve_model
 from titanlite.config.resolve import finish
 from titanlite.errors import ConfigError
-from titanlite.tools.planner.bounds import Bounds, Floor, Frontier
+from titanlite.tools.planner.bounds import Bounds, Floor, Frontier, TooLarge
 from titanlite.tools.planner.cache import load_pieces
 from titanlite.tools.planner.compose import compose, peaks
 from titanlite.tools.planner.composition import Pieces, TraceError, smaller, uses_fsdp
@@ -35,9 +35,11 @@ from titanlite.tools.planner.space import (
     GLOBAL_BATCH,
     LOCAL_BATCH,
     MICROBATCH,
+    MODE,
     OF_PIECES,
     PP,
     Changes,
+    degrees_of,
     without_layouts,
 )
 
@@ -52,6 +54,7 @@ HOST_IS_FULL = "does not fit in the host's memory"
 NOT_LEGAL = "not legal"
 SLOWER = "cannot be among the fastest or on the front of memory, by its lower bounds"
 UNTRACEABLE = "cannot be traced"
+NOT_TRIED = "not tried"
 
 
 @dataclass(frozen=True)
@@ -99,25 +102,38 @@ class Evaluator:
         self._tables: dict[tuple[Any, ...], list[Row]] = {}
 
     def evaluate_all(
-        self, plans: Iterable[Changes], known: Frontier | None = None
+        self,
+        plans: Iterable[Changes],
+        known: Frontier | None = None,
+        *,
+        one_of_each_set: bool = False,
     ) -> Iterator[Result]:
-        """What the plans of a group take, in their order: smaller microbatches first.
+        """What the plans of a group take, in their order: what takes less memory first.
 
-        If a plan does not fit in memory, neither does it with larger microbatches. With `known`,
-        to which the plans are added, those that cannot be of use are dropped by their bounds.
+        What takes more than a plan that does not fit is not tried. With `known`,
+        to which the plans are added, those that cannot be of use are dropped by their bounds. With
+        `one_of_each_set`, only the first plan of each set of degrees that is legal, and whose
+        pieces can be traced, is tried.
         """
         if len(self._pieces) > MOST_PIECES:
             for known_of in (self._pieces, self._shared, self._bounds):
                 known_of.clear()
-        too_large: set[frozenset[tuple[str, Any]]] = set()
+        too_large = TooLarge()
+        ended: set[tuple[Any, ...]] = set()
         for changes in plans:
-            size = LOCAL_BATCH if changes[PP] == 1 else MICROBATCH
-            others = frozenset(item for item in changes.items() if item[0] != size)
-            row = DOES_NOT_FIT if others in too_large else self.evaluate(changes, known=known)
+            degrees = degrees_of(changes)
+            of_mode = *degrees, changes.get(MODE)
+            if degrees in ended or of_mode in ended:
+                yield NOT_TRIED
+                continue
+            row = DOES_NOT_FIT if changes in too_large else self.evaluate(changes, known=known)
             if row == DOES_NOT_FIT:
-                too_large.add(others)
+                too_large.add(changes)
             elif isinstance(row, FoundPlan) and known is not None:
                 known.add(without_layouts(changes), row.seconds, row.peak_bytes)
+            if one_of_each_set and row != NOT_LEGAL:
+                is_traced = not (isinstance(row, str) and row.startswith(UNTRACEABLE))
+                ended.add(degrees if is_traced else of_mode)
             yield row
 
     def evaluate(

@@ -6,7 +6,7 @@ sequences. A peak may move to another place as they grow; then it is underestima
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from titanlite.tools.planner.composition import ModelPart, Pieces, Segment
@@ -54,9 +54,23 @@ def _part(one: ModelPart, two: ModelPart, factor: int) -> ModelPart:
 
 
 def _segment(one: Segment, two: Segment, factor: int) -> Segment:
-    events = (_event(*pair, factor) for pair in zip(one.events, two.events, strict=True))
+    first, more = _repeated(one.events, two.events)
+    pairs = zip(one.events, two.events[:first] + two.events[first + len(more) :], strict=True)
+    events = [_event(*pair, factor) for pair in pairs]
+    events[first:first] = more * (factor - 1)
     net, peak = _bytes(one.net, two.net, factor), _bytes(one.peak, two.peak, factor)
     return Segment(tuple(events), net, peak, two.peak_place)
+
+
+def _repeated(one: Sequence[Event], two: Sequence[Event]) -> tuple[int, list[Event]]:
+    """What `two` has more of than `one`, and where: further chunks of a loop, as of the loss."""
+    names = [[getattr(event, "name", type(event)) for event in of] for of in (one, two)]
+    pairs = enumerate(zip(*names, strict=False))
+    first = next((place for place, (own, other) in pairs if own != other), len(one))
+    more = list(two[first : first + len(two) - len(one)])
+    if not all(isinstance(event, Operator) for event in more):
+        raise ValueError
+    return first, more
 
 
 def _event(one: Event, two: Event, factor: int) -> Event:

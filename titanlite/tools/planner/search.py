@@ -2,12 +2,12 @@
 
     Space -> plans -> evaluate.py, in worker processes -> SearchResult
 
-First, every combination of degrees, schedule, microbatch size, activation checkpointing and FSDP's
-policy is a candidate; with CPU offload too, if it does not fit without. Then the layouts of the
-best plans are changed one at a time, as long as that gives better ones; what helps is tried with
-every other plan of the same TP and CP degrees. A plan is dropped if it does not fit in memory, or
-if its lower bounds (bounds.py) exclude it. When a search is interrupted, what was found so far
-remains.
+First, each set of degrees is evaluated once, with the choices that take the least memory. Then what
+is near the fastest plans of different sets is evaluated, round by round, until nothing near them is
+left: plans with one other choice (schedule, microbatch size, activation checkpointing, FSDP's
+policy), then those that did not fit with CPU offload, then those with another layout. A plan is
+dropped if it does not fit in memory, or if its lower bounds (bounds.py) exclude it. When a search
+is interrupted, what was found so far remains.
 """
 
 from __future__ import annotations
@@ -20,20 +20,45 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlite.config import JobConfig
 from titanlite.ranks.signals import handling
-from titanlite.tools.planner.bounds import Frontier
-from titanlite.tools.planner.evaluate import DOES_NOT_FIT, Evaluator, FailedPlan, FoundPlan, Result
+from titanlite.tools.planner.bounds import Frontier, TooLarge
+from titanlite.tools.planner.evaluate import (
+    DOES_NOT_FIT,
+    NOT_TRIED,
+    Evaluator,
+    FailedPlan,
+    FoundPlan,
+    Result,
+)
 from titanlite.tools.planner.hardware import Hardware
-from titanlite.tools.planner.space import CP, EP, TP, Space, groups, without_layouts
+from titanlite.tools.planner.space import (
+    CP,
+    Space,
+    are_near,
+    degrees_of,
+    groups,
+    passes_of,
+    without_layouts,
+)
 
 BEST = 10
 ENOUGH_SLOWER = 2
-REACH = 2.0
-"""Layouts are changed of plans that take at most this many times as long as the fastest."""
+SETS, REACH = 8, 1.2
+"""A search goes on from the fastest plans of at most so many sets of degrees, which take at most
+so many times as long as the fastest of all."""
 MORE_CP = "more context parallelism, which was slower"
+NOT_NEAR = "not near the fastest plans; --exhaustive tries them"
+
+
+class Round(NamedTuple):
+    """How far a round of a search is, in plans."""
+
+    number: int
+    done: int
+    total: int
 
 
 @dataclass
@@ -52,7 +77,7 @@ class SearchResult:
     def best(self) -> list[FoundPlan]:
         """The plans with the most tokens per second, each with its fastest layouts only."""
         fastest: dict[frozenset[tuple[str, Any]], FoundPlan] = {}
-        for one in self._sorted():
+        for one in self.sorted():
             fastest.setdefault(without_layouts(one.changes), one)
             if len(fastest) == BEST:
                 break
@@ -62,12 +87,13 @@ class SearchResult:
     def front(self) -> list[FoundPlan]:
         """The plans that no other beats in both memory and time, from the fastest on."""
         front: list[FoundPlan] = []
-        for one in self._sorted():
+        for one in self.sorted():
             if not front or one.peak_bytes < front[-1].peak_bytes:
                 front.append(one)
         return front
 
-    def _sorted(self) -> list[FoundPlan]:
+    def sorted(self) -> list[FoundPlan]:
+        """All plans that were timed, the fastest first."""
         return sorted(self.found, key=lambda one: (one.seconds, one.peak_bytes))
 
 
@@ -79,26 +105,26 @@ def search(
     use_cache: bool = True,
     num_workers: int = 1,
     exhaustive: bool = False,
-    on_progress: Callable[[SearchResult, int], None] = lambda *_: None,
+    on_progress: Callable[[SearchResult, Round], None] = lambda *_: None,
 ) -> SearchResult:
-    """Evaluate the plans of `space`; the best ones are evaluated once more, exactly.
+    """Evaluate plans of `space`; the best ones are evaluated once more, exactly.
 
-    Plans are taken by their context-parallel degree. Once the best of two degrees in turn is slower
-    than the best before, larger degrees are dropped, unless `exhaustive`.
-    `on_progress(result, done)` is called as plans are done. An interrupt ends the search, and its
-    workers, with what it has found.
+    Sets of degrees are taken by their context parallelism. Once the best of two degrees in turn is
+    slower than the best before, larger ones are dropped. If `exhaustive`, none is, and all choices
+    of each set are evaluated.
+    `on_progress` is called as plans are done. An interrupt ends the search, and its workers, with
+    what it has found.
     """
     settings = space.config, hardware, is_compiled, use_cache
     # A forked worker would inherit locks of threads.
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start, settings)
-    run = _Search(space, pool, num_workers, on_progress)
+    run = _Search(space, pool, num_workers, on_progress, exhaustive=exhaustive)
     with pool:
         try:
-            run.degrees(exhaustive=exhaustive)
-            run.offload()
-            run.layouts()
+            run.degrees()
+            run.improve()
             run.exactly()
-            run.result.is_complete = True
+            run.finish()
         except KeyboardInterrupt:
             # A worker's group of plans can take minutes.
             for worker in dict(pool._processes or {}).values():
@@ -128,96 +154,113 @@ class _Search:
         space: Space,
         pool: ProcessPoolExecutor,
         num_workers: int,
-        on_progress: Callable[[SearchResult, int], None],
+        on_progress: Callable[[SearchResult, Round], None],
+        *,
+        exhaustive: bool,
     ) -> None:
         self._space, self._pool, self._num_workers = space, pool, num_workers
-        self._on_progress = on_progress
-        self._plans = list(space.candidates())
-        self._tried = {_identity(plan) for plan in self._plans}
-        self._done = 0
-        self._too_large: list[dict[str, Any]] = []
-        self.result = SearchResult(len(self._plans))
+        self._on_progress, self._exhaustive = on_progress, exhaustive
+        self._candidates = list(space.candidates())
+        self._sets: defaultdict[tuple[int, ...], list[dict[str, Any]]] = defaultdict(list)
+        for plan in self._candidates:
+            self._sets[degrees_of(plan)].append(plan)
+        self._known = set(map(_identity, self._candidates))
+        self._tried: set[_Identity] = set()
+        self._too_large = TooLarge()
+        self._not_fitting: list[dict[str, Any]] = []
+        self._round = Round(0, 0, 0)
+        self.result = SearchResult(len(self._candidates))
 
-    def degrees(self, *, exhaustive: bool) -> None:
-        """Evaluate all candidates, those with less context parallelism first."""
+    def degrees(self) -> None:
+        """Evaluate all sets of degrees, those with less context parallelism first."""
         result, slower = self.result, 0
         by_cp: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
-        for plan in self._plans:
+        for plan in self._candidates:
             by_cp[plan[CP]].append(plan)
         for cp, plans in sorted(by_cp.items()):
-            if slower == ENOUGH_SLOWER and not exhaustive:
+            if slower == ENOUGH_SLOWER and not self._exhaustive:
                 result.dropped[MORE_CP] += len(plans)
-                self._done += len(plans)
+                self._tried.update(map(_identity, plans))
                 continue
             fastest = min((one.seconds for one in result.found), default=math.inf)
-            self._evaluate(plans)
+            self._evaluate(plans, one_of_each_set=not self._exhaustive)
             own = min((o.seconds for o in result.found if o.changes[CP] == cp), default=math.inf)
             # If none was timed because all are slower by their bounds, they are slower.
             slower = slower + 1 if own > fastest else 0
 
-    def offload(self) -> None:
-        """Evaluate the plans that do not fit in memory with CPU offload."""
-        left, self._too_large = self._too_large, []
-        self._evaluate_new(new for plan in left for new in self._space.offloaded(plan))
-
-    def layouts(self) -> None:
-        """Change one layout of each of the best plans, until no such change gives a better one.
-
-        The best are the fastest, those on the front, and at first the fastest of each TP, CP and EP
-        degree; all within REACH. The layouts of a new plan among the fastest are tried with all
-        plans of the same degrees.
-        """
-        changed: set[int] = set()
-        further = self._fastest_of_degrees()
-        while True:
-            best = {id(one): one for one in (*self.result.best, *self.result.front, *further)}
-            limit = REACH * min((one.seconds for one in best.values()), default=0.0)
-            left = [
-                one.changes
-                for key, one in best.items()
-                if key not in changed and one.seconds <= limit
-            ]
-            if not left:
-                return
-            changed |= best.keys()
-            further = []
-            self._evaluate_new(new for plan in left for new in self._space.neighbours(plan))
-            models = [one.changes for one in self.result.best if id(one) not in changed]
-            self._evaluate_new(
-                self._space.with_layouts_of(plan, model)
-                for model in models
-                for plan in self._plans
-                if _degrees(plan) == _degrees(model)
-            )
+    def improve(self) -> None:
+        """Evaluate what is near the leading plans, until there is nothing new near them."""
+        while any(map(self._evaluate, (self._near(), self._offloaded(), self._layouts()))):
+            pass
 
     def exactly(self) -> None:
         """Evaluate the best plans in full, until none of the best is extrapolated."""
         exact: set[int] = set()
         result = self.result
         while left := [one for one in result.best if id(one) not in exact]:
+            self._round = Round(self._round.number + 1, 0, len(left))
+            self._on_progress(result, self._round)
             result.found = [one for one in result.found if one not in left]
             before = len(result.found)
-            self._take(self._pool.map(_evaluate_exactly, [one.changes for one in left]))
+            for row in self._pool.map(_evaluate_exactly, [one.changes for one in left]):
+                self._add(row)
             exact |= {id(one) for one in result.found[before:]}
 
-    def _fastest_of_degrees(self) -> list[FoundPlan]:
-        """The fastest plan of each TP, CP and EP degree."""
-        fastest: dict[tuple[int, ...], FoundPlan] = {}
-        for one in sorted(self.result.found, key=lambda one: one.seconds, reverse=True):
-            fastest[_degrees(one.changes)] = one
-        return list(fastest.values())
+    def finish(self) -> None:
+        """Count the plans that were not tried."""
+        if left := len(self._known - self._tried):
+            self.result.dropped[NOT_NEAR] = left
+        self.result.is_complete = True
 
-    def _evaluate_new(self, plans: Iterable[dict[str, Any]]) -> None:
-        """Evaluate further plans that were not tried before."""
+    def _leading(self) -> list[FoundPlan]:
+        """The plans from which a search goes on: the fastest of different sets of degrees."""
+        fastest: dict[tuple[int, ...], FoundPlan] = {}
+        for one in self.result.sorted():
+            fastest.setdefault(degrees_of(one.changes), one)
+        leading = list(fastest.values())[:SETS]
+        return [one for one in leading if one.seconds <= REACH * leading[0].seconds]
+
+    def _near(self) -> Iterator[dict[str, Any]]:
+        """The leading plans with one other choice, split over stages as they are and by default."""
+        for one in self._leading():
+            base = self._space.without_changed_layouts(one.changes)
+            for plan in self._sets[degrees_of(base)]:
+                if are_near(plan, base):
+                    yield self._space.with_layouts_of(plan, one.changes)
+                    yield self._space.with_layouts_of(plan, one.changes, is_split=False)
+
+    def _offloaded(self) -> Iterator[dict[str, Any]]:
+        """The plans that did not fit in memory, with CPU offload."""
+        for plan in tuple(self._not_fitting):
+            yield from self._space.offloaded(plan)
+
+    def _layouts(self) -> Iterator[dict[str, Any]]:
+        """The leading plans with one other layout.
+
+        Of plans whose blocks have the same passes, only the fastest is changed in all layouts. The
+        others take over its layouts, and are split otherwise.
+        """
+        fastest: dict[tuple[int, ...], FoundPlan] = {}
+        for one in self._leading():
+            model = fastest.setdefault(passes_of(one.changes), one)
+            yield from (self._space.neighbours if model is one else self._space.splits)(one.changes)
+            base = self._space.without_changed_layouts(one.changes)
+            yield self._space.with_layouts_of(base, model.changes)
+
+    def _evaluate(self, plans: Iterable[dict[str, Any]], *, one_of_each_set: bool = False) -> bool:
+        """Evaluate the plans that were not tried before, in the workers; whether there are any.
+
+        They are evaluated by groups, each pruned by what was found until then.
+        """
         new = {_identity(plan): plan for plan in plans}
         new = {key: plan for key, plan in new.items() if key not in self._tried}
-        self._tried |= new.keys()
-        self.result.num_candidates += len(new)
-        self._evaluate(list(new.values()))
-
-    def _evaluate(self, plans: Sequence[dict[str, Any]]) -> None:
-        """Evaluate plans in the workers, by groups, each pruned by what was found until then."""
-        left = groups(plans)[::-1]
+        self.result.num_candidates += len(new.keys() - self._known)
+        self._known |= new.keys()
+        self._round = Round(self._round.number + 1, 0, len(new))
+        known = [plan for plan in new.values() if plan in self._too_large]
+        self._take(known, [DOES_NOT_FIT] * len(known))
+        rest = [plan for plan in new.values() if plan not in self._too_large]
+        left = groups(rest, by_choices=not one_of_each_set)[::-1]
         running: dict[Future[list[Result]], list[dict[str, Any]]] = {}
         while left or running:
             while left and len(running) < self._num_workers:
@@ -228,34 +271,37 @@ class _Search:
                 ]
                 # A new worker is deaf to a Ctrl-C, also while it starts.
                 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-                running[self._pool.submit(_evaluate, group, found)] = group
+                running[self._pool.submit(_evaluate, group, found, one_of_each_set)] = group
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                group, rows = running.pop(future), future.result()
-                self._done += len(group)
-                self._take(rows)
-                self._too_large += [
-                    plan for plan, row in zip(group, rows, strict=True) if row == DOES_NOT_FIT
-                ]
-                self._on_progress(self.result, self._done)
+                self._take(running.pop(future), future.result())
+        return bool(new)
 
-    def _take(self, rows: Iterable[Result]) -> None:
-        for row in rows:
-            if isinstance(row, str):
-                self.result.dropped[row] += 1
-            elif isinstance(row, FailedPlan):
-                self.result.failures.append(row)
-            else:
-                self.result.found.append(row)
+    def _take(self, plans: Sequence[dict[str, Any]], rows: Sequence[Result]) -> None:
+        tried = [pair for pair in zip(plans, rows, strict=True) if pair[1] != NOT_TRIED]
+        for plan, row in tried:
+            self._tried.add(_identity(plan))
+            self._add(row)
+            if row == DOES_NOT_FIT:
+                self._too_large.add(plan)
+                self._not_fitting.append(plan)
+        self._round = self._round._replace(done=self._round.done + len(plans))
+        self._on_progress(self.result, self._round)
+
+    def _add(self, row: Result) -> None:
+        if isinstance(row, str):
+            self.result.dropped[row] += 1
+        elif isinstance(row, FailedPlan):
+            self.result.failures.append(row)
+        else:
+            self.result.found.append(row)
 
 
-def _degrees(plan: Mapping[str, Any]) -> tuple[int, ...]:
-    """The degrees that the passes of a block depend on."""
-    return plan[TP], plan[CP], plan.get(EP, 1)
+_Identity = frozenset[tuple[str, Any]]
 
 
-def _identity(plan: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
+def _identity(plan: Mapping[str, Any]) -> _Identity:
     return frozenset(plan.items())
 
 
@@ -270,10 +316,11 @@ def _start(config: JobConfig, hardware: Hardware, is_compiled: bool, use_cache: 
 
 
 def _evaluate(
-    plans: list[dict[str, Any]], found: Sequence[tuple[Hashable, float, int]]
+    plans: list[dict[str, Any]], found: Sequence[tuple[Hashable, float, int]], one_of_each_set: bool
 ) -> list[Result]:
     assert _evaluator is not None
-    return list(_evaluator.evaluate_all(plans, Frontier(BEST, found)))
+    known = Frontier(BEST, found)
+    return list(_evaluator.evaluate_all(plans, known, one_of_each_set=one_of_each_set))
 
 
 def _evaluate_exactly(plan: dict[str, Any]) -> Result:

@@ -22,7 +22,7 @@ from titanlite.quantities import format_bytes, format_count
 from titanlite.tools.options import counting_bar
 from titanlite.tools.planner.evaluate import FoundPlan
 from titanlite.tools.planner.hardware import Hardware
-from titanlite.tools.planner.search import SearchResult, search
+from titanlite.tools.planner.search import Round, SearchResult, search
 from titanlite.tools.planner.space import CHANGED, CP, GLOBAL_BATCH, Space, describe, value_of
 from titanlite.tools.simulate.quantity import format_seconds
 
@@ -77,25 +77,24 @@ def run_search(
     with counting_bar() as progress:
         task = progress.add_task("plans", total=None)
         began = told = time.monotonic()
+        number = 0
 
-        def on_progress(result: SearchResult, done: int) -> None:
-            nonlocal told
+        def on_progress(result: SearchResult, now: Round) -> None:
+            nonlocal began, number, told
+            if now.number != number:
+                began, number = time.monotonic(), now.number
             best = result.best
             more = f", best {format_count(best[0].tokens_per_second)} tokens/s/rank" if best else ""
             if best and most:
                 more += f", the rest gain {most / best[0].tokens_per_second - 1:.0%} at most"
-            left = (time.monotonic() - began) * (result.num_candidates - done) / max(1, done)
-            more += f", {format_seconds(left)} left"
+            left = (time.monotonic() - began) * (now.total - now.done) / max(1, now.done)
+            more = f"{len(result.found):,} fit{more}, {format_seconds(left)} left of this round"
             if not is_terminal(sys.stderr) and time.monotonic() - told > TOLD_EVERY_SECONDS:
                 told = time.monotonic()
-                counts = f"{done:,} of {result.num_candidates:,} plans, {len(result.found):,} fit"
-                print(f"search: {counts}{more}", file=sys.stderr, flush=True)
-            progress.update(
-                task,
-                completed=done,
-                total=result.num_candidates,
-                description=f"{len(result.found)} fit{more}",
-            )
+                counts = f"round {number}, {now.done:,} of {now.total:,} plans"
+                print(f"search: {counts}, {more}", file=sys.stderr, flush=True)
+            title = f"round {number}, {more}"
+            progress.update(task, completed=now.done, total=now.total, description=title)
 
         found = search(
             space,

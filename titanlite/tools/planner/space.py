@@ -50,6 +50,8 @@ OF_A_BLOCK = (ASYNC_TP, ASYNC_BACKEND, WHOLE_LOSS, ORDER, ROTATION)
 OF_PIECES = (TP, CP, EP, MODE, OPTION, *OF_A_BLOCK)
 """The keys of a plan that its pieces depend on, beside the size of a microbatch."""
 OF_STAGES = (FIRST_LESS, LAST_LESS)
+NOT_CHOSEN = (WHOLE_LOSS, ORDER, ROTATION, OFFLOAD)
+"""What no candidate changes, beside OF_STAGES."""
 
 LAYOUTS = (*OF_A_BLOCK, *OF_STAGES)
 KEPT_TRAINING = (LOCAL_BATCH, OFFLOAD)
@@ -118,12 +120,14 @@ class Space:
                 if rest or self.kept.get(REPLICATE, replicas) != replicas:
                     continue
                 degrees = {PP: pp, REPLICATE: replicas, SHARD: shards, CP: cp, TP: tp}
-                for of_experts, checkpointing, rest_of in itertools.product(
+                for of_experts, checkpointing, rest_of, of_tp in itertools.product(
                     self._expert_parallel(shards * cp * tp),
                     ({},) if {MODE, OPTION} & self.kept.keys() else CHECKPOINTING,
                     list(self._batches(pp, global_batch // dp, shards * cp > 1)),
+                    self._async_values(tp),
                 ):
-                    yield degrees | of_experts | dict(checkpointing) | rest_of
+                    plan = degrees | of_experts | dict(checkpointing) | rest_of
+                    yield self._with(plan, of_tp)
 
     def _of(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
         return [self.kept[key]] if key in self.kept else values
@@ -190,18 +194,14 @@ class Space:
 
         A layout that is the job's own is not among the changes.
         """
-        if plan[TP] > 1:
-            if not {ASYNC_TP, ASYNC_BACKEND} & self.kept.keys():
-                yield self._with(plan, self._async(is_on=not self._now(plan, ASYNC_TP)))
-            if WHOLE_LOSS not in self.kept:
-                yield self._with(plan, {WHOLE_LOSS: not self._now(plan, WHOLE_LOSS)})
+        if plan[TP] > 1 and WHOLE_LOSS not in self.kept:
+            yield self._with(plan, {WHOLE_LOSS: not self._now(plan, WHOLE_LOSS)})
         if plan[CP] > 1:
             for key, values in ((ORDER, ORDERS), (ROTATION, ROTATIONS)):
                 for value in self._of(key, values):
                     if value != self._now(plan, key):
                         yield self._with(plan, {key: value})
-        if plan[PP] > 1:
-            yield from self._splits(plan)
+        yield from self.splits(plan)
         yield from self.offloaded(plan)
 
     def offloaded(self, plan: Changes) -> Iterator[dict[str, Any]]:
@@ -224,6 +224,11 @@ class Space:
         own = own if own >= set(layout) else set()
         return {key: value for key, value in {**plan, **layout}.items() if key not in own}
 
+    def _async_values(self, tp: int) -> list[dict[str, Any]]:
+        if tp == 1 or {ASYNC_TP, ASYNC_BACKEND} & self.kept.keys():
+            return [{}]
+        return [self._async(is_on=is_on) for is_on in (False, True)]
+
     def _async(self, *, is_on: bool) -> dict[str, Any]:
         """Asynchronous TP by the compiler, or of eager code by rings."""
         compiled = self.config.compile
@@ -236,8 +241,10 @@ class Space:
             backend = own.async_tensor_parallel_backend
         return {ASYNC_TP: is_on, ASYNC_BACKEND: backend}
 
-    def _splits(self, plan: Changes) -> Iterator[dict[str, Any]]:
+    def splits(self, plan: Changes) -> Iterator[dict[str, Any]]:
         """The plan with other numbers of blocks in its stages, each split once."""
+        if plan[PP] == 1:
+            return
         fixed = {FIRST_LESS, LAST_LESS, PER_STAGE} & self.kept.keys()
         parallelism = self.config.parallelism
         own = parallelism.module_fqns_per_model_part, parallelism.pipeline_parallel_schedule_csv
@@ -273,20 +280,30 @@ class Space:
         counts[-1] -= less[1]
         return tuple(counts)
 
-    def with_layouts_of(self, plan: Changes, model: Changes) -> dict[str, Any]:
-        """The plan with the layouts and the CPU offload of `model`, which has the same degrees.
+    def with_layouts_of(
+        self, plan: Changes, model: Changes, *, is_split: bool = True
+    ) -> dict[str, Any]:
+        """The plan with the layouts of `model` that are no choice of a candidate.
 
         The split of blocks is copied between plans with the same number of stages.
         """
-        copied = {key: model[key] for key in (*OF_A_BLOCK, OFFLOAD) if key in model}
-        found = {**plan, **copied}
-        if set(OF_STAGES) <= model.keys() and plan[PP] > 1:
+        found = {**plan, **{key: model[key] for key in NOT_CHOSEN if key in model}}
+        if is_split and FIRST_LESS in model and plan[PP] > 1:
             less = model[FIRST_LESS], model[LAST_LESS]
             if self._num_stages(plan, self._less) == self._num_stages(model, less):
                 chunks = self._num_stages(plan, self._less) // plan[PP]
                 per_stage = self.layers_per_stage(plan[SCHEDULE], plan[PP], chunks, less)
                 if per_stage != 0:
                     found |= {FIRST_LESS: less[0], LAST_LESS: less[1], PER_STAGE: per_stage}
+        return found
+
+    def without_changed_layouts(self, plan: Changes) -> dict[str, Any]:
+        """The candidate that `plan` is, with other layouts."""
+        found = {k: v for k, v in plan.items() if k not in (*NOT_CHOSEN, *OF_STAGES)}
+        if FIRST_LESS in plan:
+            stages = self._num_stages(plan, (plan[FIRST_LESS], plan[LAST_LESS]))
+            chunks = stages // int(plan[PP])
+            found[PER_STAGE] = self.layers_per_stage(plan[SCHEDULE], plan[PP], chunks)
         return found
 
 
@@ -328,12 +345,65 @@ def value_of(config: JobConfig, key: str) -> Any:
     return value
 
 
-def groups(plans: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The plans by what their pieces depend on, beside the size of a microbatch."""
+def degrees_of(plan: Changes) -> tuple[int, ...]:
+    """The set of degrees of a plan."""
+    return tuple(plan.get(key, 1) for key in DEGREES.values())
+
+
+def passes_of(plan: Changes) -> tuple[int, ...]:
+    """The degrees that the passes of a block depend on."""
+    return plan[TP], plan[CP], plan.get(EP, 1)
+
+
+def are_near(one: Changes, other: Changes) -> bool:
+    """Whether two plans of the same degrees differ in one choice, of sizes by a factor of 2.
+
+    The choices are schedule, size of a microbatch, activation checkpointing, FSDP's policy and
+    asynchronous TP. To recompute less of a smaller microbatch counts as one.
+    """
+    (_, size, recomputed), (_, other_size, other_recomputed) = sizes_of(one), sizes_of(other)
+    larger, recomputes_more = size / other_size, recomputed - other_recomputed
+    if not 0.5 <= larger <= 2:
+        return False
+    choices = (SCHEDULE, PER_STAGE), (RESHARD,), (ASYNC_TP,)
+    others = sum(any(one.get(k) != other.get(k) for k in choice) for choice in choices)
+    is_traded = (larger - 1) * recomputes_more > 0
+    return others + (is_traded or (larger != 1) + (recomputes_more != 0)) == 1
+
+
+def sizes_of(plan: Changes) -> tuple[frozenset[tuple[str, Any]], int, int]:
+    """What a plan with a smaller microbatch or more recomputation takes less memory than.
+
+    All else of it, the size of a microbatch, and the more it recomputes, the larger a number.
+    """
+    # A pipeline that splits its backward passes can take more memory with recomputation.
+    key, *modes = (MICROBATCH,) if plan[PP] > 1 else (LOCAL_BATCH, MODE, OPTION)
+    others = frozenset(item for item in plan.items() if item[0] not in (key, *modes))
+    recomputed = [one[MODE] for one in CHECKPOINTING].index(plan[MODE]) if MODE in plan else 0
+    return others, plan[key], recomputed
+
+
+def _weight(plan: Changes) -> tuple[int, bool, int, int]:
+    """By it, what takes less memory comes first; schedules remain in their order."""
+    _, size, recomputed = sizes_of(plan)
+    # A plan without the key has what the others have not.
+    moves = (True, None, False).index(plan.get(ASYNC_TP))
+    return size, plan.get(RESHARD) == "never", -recomputed, moves
+
+
+def groups(
+    plans: Sequence[dict[str, Any]], *, by_choices: bool = True
+) -> list[list[dict[str, Any]]]:
+    """The plans by what their pieces depend on, beside microbatches and recomputation.
+
+    Unless `by_choices`, by their passes alone. What takes the least memory comes first.
+    """
     found: defaultdict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for plan in plans:
-        is_sharded = plan[SHARD] * plan[CP] > 1 or plan[PP] > 1 or plan.get(OFFLOAD)
-        layout = tuple(plan.get(key) for key in OF_A_BLOCK)
-        found[plan[TP], plan[CP], plan.get(EP), plan.get(MODE), is_sharded, layout].append(plan)
+    for plan in sorted(plans, key=_weight):
+        key: tuple[Any, ...] = passes_of(plan)
+        if by_choices:
+            is_sharded = plan[SHARD] * plan[CP] > 1 or plan[PP] > 1 or plan.get(OFFLOAD)
+            key += is_sharded, *(plan.get(one) for one in OF_A_BLOCK)
+        found[key].append(plan)
     # Few plans first would leave one worker with the largest group at the end.
     return sorted(found.values(), key=len, reverse=True)

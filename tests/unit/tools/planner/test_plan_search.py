@@ -5,6 +5,7 @@ import json
 import re
 import signal
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,23 @@ from titanlite import cli
 from titanlite.config import parse_args, resolve_job
 from titanlite.config.load import override
 from titanlite.tools.planner import evaluate, search_report
+from titanlite.tools.planner import search as search_module
 from titanlite.tools.planner.bounds import Floor, Frontier
 from titanlite.tools.planner.cache import key_of
 from titanlite.tools.planner.composition import TraceError, smaller
-from titanlite.tools.planner.evaluate import DOES_NOT_FIT, Evaluator, FailedPlan, FoundPlan, Result
+from titanlite.tools.planner.evaluate import (
+    DOES_NOT_FIT,
+    NOT_LEGAL,
+    Evaluator,
+    FailedPlan,
+    FoundPlan,
+    Result,
+)
 from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.planner.pieces import trace_pieces
 from titanlite.tools.planner.planning import plan_job, plannable
 from titanlite.tools.planner.scale import scaled
-from titanlite.tools.planner.search import SearchResult, search
+from titanlite.tools.planner.search import Round, SearchResult, search
 from titanlite.tools.planner.search_report import show_search
 from titanlite.tools.planner.space import (
     ASYNC_TP,
@@ -43,8 +52,11 @@ from titanlite.tools.planner.space import (
     WHOLE_LOSS,
     Changes,
     Space,
+    degrees_of,
     describe,
+    groups,
 )
+from titanlite.training import loss
 
 JOB = Path(__file__).parents[4] / "configs" / "tp2_fsdp2.toml"
 CONFIG = parse_args([f"--job.config_file={JOB}"])
@@ -143,13 +155,14 @@ def test_no_larger_microbatch_is_tried_of_a_plan_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried = []
+    kept = {TP: 2, CP: 1, PP: 1, SHARD: 2, MODE: "none", ASYNC_TP: False}
 
     def evaluate(_: Evaluator, changes: Changes, **__: object) -> str:
         tried.append(changes)
         return DOES_NOT_FIT if changes[RESHARD] == "never" else "not legal"
 
     monkeypatch.setattr(Evaluator, "evaluate", evaluate)
-    plans = list(space(4, **{TP: 2, CP: 1, PP: 1, SHARD: 2, MODE: "none"}).candidates())
+    plans = list(space(4, **kept).candidates())
     evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=False)
     rows = list(evaluator.evaluate_all(plans))
     never = [plan for plan in plans if plan[RESHARD] == "never"]
@@ -157,6 +170,82 @@ def test_no_larger_microbatch_is_tried_of_a_plan_that_does_not_fit(
     assert len(never) == len(others) > 1
     assert tried == [plan for plan in plans if plan is never[0] or plan in others]
     assert rows.count(DOES_NOT_FIT) == len(never)
+
+
+def test_of_each_set_of_degrees_the_first_that_is_legal_and_can_be_traced_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def evaluate(_: Evaluator, changes: Changes, **__: object) -> str:
+        if changes.get(ASYNC_TP):
+            return NOT_LEGAL
+        return "cannot be traced: why" if changes[MODE] == "full" else DOES_NOT_FIT
+
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
+    (plans,) = groups(list(space(4, **{TP: 2, CP: 1}).candidates()), by_choices=False)
+    evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=False)
+    rows = evaluator.evaluate_all(plans, one_of_each_set=True)
+    tried = [plan for plan, row in zip(plans, rows, strict=True) if row == DOES_NOT_FIT]
+    sets = {degrees_of(plan) for plan in plans}
+    assert len(tried) == len(sets) == len({degrees_of(plan) for plan in tried}) > 2
+    for plan in tried:
+        assert (plan[MODE], plan.get(SCHEDULE, "1F1B")) == ("selective", "1F1B")
+        assert 1 in (plan[LOCAL_BATCH], plan.get(MICROBATCH))
+        assert plan.get(RESHARD, "default") == "default"
+
+
+@pytest.mark.parametrize("room", [30, 60, 120])
+def test_a_search_finds_the_best_of_all_plans_with_few_of_them(
+    monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    class Here:
+        """A pool of this process."""
+
+        def __init__(self, *_: object) -> None:
+            monkeypatch.setattr(search_module, "_evaluator", evaluator)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def submit(self, function: Callable[..., object], *given: object) -> Future[object]:
+            done: Future[object] = Future()
+            done.set_result(function(*given))
+            return done
+
+        map = map
+
+    def evaluate(_: Evaluator, plan: Changes, **__: object) -> Result:
+        tried.append(plan)
+        size = plan[LOCAL_BATCH] if plan[PP] == 1 else plan[MICROBATCH]
+        recomputed = ("none", "selective", "full").index(plan[MODE])
+        moves = plan.get(ASYNC_TP, False)
+        memory = (40 - 12 * recomputed - 5 * moves) * size / plan[TP] + 160 / plan[SHARD]
+        if memory > room:
+            return DOES_NOT_FIT
+        seconds = 5 + recomputed + 2 / size + 0.3 * plan[TP] * (1 - 0.4 * moves) + plan[CP]
+        if plan[PP] > 1:
+            seconds += 4 / plan[PP] - 0.2 * (plan[SCHEDULE] == "ZBVZeroBubble")
+        seconds -= 0.1 * bool(plan.get(WHOLE_LOSS)) + 0.2 * (plan.get(FIRST_LESS, 0) == 1)
+        return FoundPlan(dict(plan), int(memory), seconds, 1 / seconds, None, 0.0, "")
+
+    evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=False)
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
+    monkeypatch.setattr(search_module, "ProcessPoolExecutor", Here)
+    rounds: list[Round] = []
+    every = space(32)
+    counts, best = [], []
+    for exhaustive in (False, True):
+        tried: list[Changes] = []
+        result = search(
+            every, H100, exhaustive=exhaustive, on_progress=lambda _, now: rounds.append(now)
+        )
+        assert result.is_complete
+        assert len(result.found) + sum(result.dropped.values()) == result.num_candidates
+        assert rounds[-1].done == rounds[-1].total or rounds[-1].done == 0
+        best.append(result.best[0])
+        counts.append(len({frozenset(plan.items()) for plan in tried}))
+    assert best[0].changes == best[1].changes
+    assert counts[0] < 0.3 * counts[1]
 
 
 def test_a_bound_is_below_what_the_plan_takes() -> None:
@@ -170,7 +259,7 @@ def test_a_bound_is_below_what_the_plan_takes() -> None:
     changes = {"training.mixed_precision_param": "bfloat16", "job.device": "cuda"}
     config = override(CONFIG, changes)
     evaluator = Evaluator(config, H100, is_compiled=False, use_cache=False)
-    kept = {TP: 2, CP: 1, MODE: "none", LOCAL_BATCH: 16, MICROBATCH: 1}
+    kept = {TP: 2, CP: 1, MODE: "none", LOCAL_BATCH: 16, MICROBATCH: 1, ASYNC_TP: False}
     own = dataclasses.replace(space(8, **kept), config=config, has_host=True)
     timed = set()
     for plan in own.candidates():
@@ -231,7 +320,7 @@ def test_neighbours_differ_in_one_layout() -> None:
     plans = space(8, **{MODE: "none", TP: 2}).candidates()
     plan = next(plan for plan in plans if plan[PP] == 2 and plan[CP] == 2)
     found = list(space(8).neighbours(plan))
-    layouts = (ASYNC_TP, WHOLE_LOSS, ORDER, ROTATION)
+    layouts = (WHOLE_LOSS, ORDER, ROTATION)
     changed = [{key for key in (*layouts, FIRST_LESS) if key in one} for one in found]
     assert all(len(keys) == 1 for keys in changed)
     assert set.union(*changed) == {*layouts, FIRST_LESS}
@@ -245,7 +334,7 @@ def test_neighbours_differ_in_one_layout() -> None:
         if (pipeline := resolve_job(override(CONFIG, one)).pipeline)
     ]
     assert len(splits) == len(set(splits)) > 2
-    fixed = space(8, **{ASYNC_TP: False, WHOLE_LOSS: False, ORDER: "headtail", LAST_LESS: 1})
+    fixed = space(8, **{WHOLE_LOSS: False, ORDER: "headtail", LAST_LESS: 1})
     assert [key for one in fixed.neighbours(plan) for key in one.keys() - plan.keys()] == [ROTATION]
 
 
@@ -255,10 +344,10 @@ def test_the_layouts_of_a_plan_are_tried_with_others() -> None:
         next(one for one in plans if one[PP] == 2 and one[SCHEDULE] == name)
         for name in ("Interleaved1F1B", "ZBVZeroBubble")
     )
-    model = {**plan, ASYNC_TP: True, FIRST_LESS: 0, LAST_LESS: 1}
+    model = {**plan, WHOLE_LOSS: True, FIRST_LESS: 0, LAST_LESS: 1}
     new = space(8).with_layouts_of(other, model)
     assert new[SCHEDULE] == "ZBVZeroBubble"
-    assert (new[ASYNC_TP], new[FIRST_LESS], new[LAST_LESS]) == (True, 0, 1)
+    assert (new[WHOLE_LOSS], new[FIRST_LESS], new[LAST_LESS]) == (True, 0, 1)
     resolve_job(override(CONFIG, new))
     assert OFFLOAD not in new
     assert space(8).with_layouts_of(other, {**model, OFFLOAD: True}) == {**new, OFFLOAD: True}
@@ -300,7 +389,8 @@ def test_a_search_says_how_far_it_is_and_what_no_plan_exceeds(
     good = FoundPlan(plan, 10**9, 0.5, 2e6, 0.4, 0.1, "why")
 
     def started(*_: object, on_progress: Callable[..., None], **__: object) -> SearchResult:
-        on_progress(result := SearchResult(4, [good], is_complete=True), 1)
+        result = SearchResult(4, [good], is_complete=True)
+        on_progress(result, Round(2, 1, 4))
         return result
 
     monkeypatch.setattr(search_report, "search", started)
@@ -310,8 +400,8 @@ def test_a_search_says_how_far_it_is_and_what_no_plan_exceeds(
     # 67 TFLOP/s in float32, of which products reach 59%.
     assert most == 67e12 * 0.589 / resolve_job(CONFIG, None).model.flops_per_token(0)
     gain = f"{most / 2e6 - 1:.0%}"
-    told = rf"1 of 4 plans, 1 fit, best 2M tokens/s/rank, the rest gain {gain} at most, .* left"
-    assert re.search(told, capsys.readouterr().err)
+    told = rf"round 2, 1 of 4 plans, 1 fit, best 2M tokens/s/rank, the rest gain {gain} at most"
+    assert re.search(told + ", .* left of this round", capsys.readouterr().err)
     assert f"tokens/s/rank, {gain} more than the fastest" in show_search(found, H100)
 
 
@@ -358,14 +448,25 @@ def test_a_job_that_no_plan_could_run_is_refused(capsys: pytest.CaptureFixture[s
     assert "lr_scheduler.total_steps: 1 is less" in capsys.readouterr().err
 
 
-def test_large_microbatches_follow_from_smaller_ones() -> None:
+@pytest.mark.parametrize("largest_chunk", [loss.LARGEST_CHUNK, 576])
+def test_large_microbatches_follow_from_smaller_ones(
+    monkeypatch: pytest.MonkeyPatch, largest_chunk: int
+) -> None:
+    # Of small chunks, the loss has more for a larger microbatch.
+    monkeypatch.setattr(loss, "LARGEST_CHUNK", largest_chunk)
+
     def pieces(size: int):
-        changes = {LOCAL_BATCH: size, "training.global_batch_size": 4 * size}
+        changes = {
+            LOCAL_BATCH: size,
+            "training.global_batch_size": 4 * size,
+            "job.device": "cuda",
+        }
         return trace_pieces(resolve_job(override(CONFIG, changes)))
 
     derived = scaled(pieces(2), pieces(4), 4)
     traced = pieces(8)
     assert derived is not None
+    assert len(traced.after.forward.events) > 100 or largest_chunk > 576
     for mine, true in ((derived.blocks[0], traced.blocks[0]), (derived.after, traced.after)):
         assert mine.forward.events == true.forward.events
         assert mine.backward.events == true.backward.events
