@@ -456,11 +456,8 @@ def test_large_microbatches_follow_from_smaller_ones(
     monkeypatch.setattr(loss, "LARGEST_CHUNK", largest_chunk)
 
     def pieces(size: int):
-        changes = {
-            LOCAL_BATCH: size,
-            "training.global_batch_size": 4 * size,
-            "job.device": "cuda",
-        }
+        batch = {LOCAL_BATCH: size, "training.global_batch_size": 4 * size}
+        changes = batch | {"job.device": "cuda"}
         return trace_pieces(resolve_job(override(CONFIG, changes)))
 
     derived = scaled(pieces(2), pieces(4), 4)
