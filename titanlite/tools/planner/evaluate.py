@@ -102,11 +102,7 @@ class Evaluator:
         self._tables: dict[tuple[Any, ...], list[Row]] = {}
 
     def evaluate_all(
-        self,
-        plans: Iterable[Changes],
-        known: Frontier | None = None,
-        *,
-        one_of_each_set: bool = False,
+        self, plans: Iterable[Changes], known: Frontier | None = None, one_of_each_set: bool = False
     ) -> Iterator[Result]:
         """What the plans of a group take, in their order: what takes less memory first.
 

@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import chain
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -173,20 +174,27 @@ class _Search:
 
     def degrees(self) -> None:
         """Evaluate all sets of degrees, those with less context parallelism first."""
-        result, slower = self.result, 0
         by_cp: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         for plan in self._candidates:
             by_cp[plan[CP]].append(plan)
-        for cp, plans in sorted(by_cp.items()):
-            if slower == ENOUGH_SLOWER and not self._exhaustive:
-                result.dropped[MORE_CP] += len(plans)
-                self._tried.update(map(_identity, plans))
+        every = sorted(by_cp)
+        # These are evaluated in any case, and at once, so that no worker is idle.
+        first = every if self._exhaustive else every[: ENOUGH_SLOWER + 1]
+        self._evaluate(chain(*(by_cp[cp] for cp in first)), one_of_each_set=not self._exhaustive)
+        fastest, slower = math.inf, 0
+        for cp in every:
+            if cp not in first and slower == ENOUGH_SLOWER:
+                self.result.dropped[MORE_CP] += len(by_cp[cp])
+                self._tried.update(map(_identity, by_cp[cp]))
                 continue
-            fastest = min((one.seconds for one in result.found), default=math.inf)
-            self._evaluate(plans, one_of_each_set=not self._exhaustive)
-            own = min((o.seconds for o in result.found if o.changes[CP] == cp), default=math.inf)
+            if cp not in first:
+                self._evaluate(by_cp[cp], one_of_each_set=True)
+            own = min(
+                (o.seconds for o in self.result.found if o.changes[CP] == cp), default=math.inf
+            )
             # If none was timed because all are slower by their bounds, they are slower.
             slower = slower + 1 if own > fastest else 0
+            fastest = min(fastest, own)
 
     def improve(self) -> None:
         """Evaluate what is near the leading plans, until there is nothing new near them."""
@@ -244,8 +252,8 @@ class _Search:
         for one in self._leading():
             model = fastest.setdefault(passes_of(one.changes), one)
             yield from (self._space.neighbours if model is one else self._space.splits)(one.changes)
-            base = self._space.without_changed_layouts(one.changes)
-            yield self._space.with_layouts_of(base, model.changes)
+            own = self._space.without_changed_layouts(one.changes)
+            yield self._space.with_layouts_of(own, model.changes)
 
     def _evaluate(self, plans: Iterable[dict[str, Any]], *, one_of_each_set: bool = False) -> bool:
         """Evaluate the plans that were not tried before, in the workers; whether there are any.
@@ -319,8 +327,7 @@ def _evaluate(
     plans: list[dict[str, Any]], found: Sequence[tuple[Hashable, float, int]], one_of_each_set: bool
 ) -> list[Result]:
     assert _evaluator is not None
-    known = Frontier(BEST, found)
-    return list(_evaluator.evaluate_all(plans, known, one_of_each_set=one_of_each_set))
+    return list(_evaluator.evaluate_all(plans, Frontier(BEST, found), one_of_each_set))
 
 
 def _evaluate_exactly(plan: dict[str, Any]) -> Result:

@@ -301,8 +301,7 @@ class Space:
         """The candidate that `plan` is, with other layouts."""
         found = {k: v for k, v in plan.items() if k not in (*NOT_CHOSEN, *OF_STAGES)}
         if FIRST_LESS in plan:
-            stages = self._num_stages(plan, (plan[FIRST_LESS], plan[LAST_LESS]))
-            chunks = stages // int(plan[PP])
+            chunks = self._num_stages(plan, (plan[FIRST_LESS], plan[LAST_LESS])) // plan[PP]
             found[PER_STAGE] = self.layers_per_stage(plan[SCHEDULE], plan[PP], chunks)
         return found
 
