@@ -181,7 +181,7 @@ class _Search:
         # These are evaluated in any case, and at once, so that no worker is idle.
         first = every if self._exhaustive else every[: ENOUGH_SLOWER + 1]
         self._evaluate(chain(*(by_cp[cp] for cp in first)), one_of_each_set=not self._exhaustive)
-        fastest, slower = math.inf, 0
+        found, fastest, slower = self.result.found, math.inf, 0
         for cp in every:
             if cp not in first and slower == ENOUGH_SLOWER:
                 self.result.dropped[MORE_CP] += len(by_cp[cp])
@@ -189,12 +189,12 @@ class _Search:
                 continue
             if cp not in first:
                 self._evaluate(by_cp[cp], one_of_each_set=True)
-            own = min(
-                (o.seconds for o in self.result.found if o.changes[CP] == cp), default=math.inf
-            )
+            own = min((one.seconds for one in found if one.changes[CP] == cp), default=math.inf)
             # If none was timed because all are slower by their bounds, they are slower.
             slower = slower + 1 if own > fastest else 0
             fastest = min(fastest, own)
+        if not found:
+            self._evaluate(self._candidates)
 
     def improve(self) -> None:
         """Evaluate what is near the leading plans, until there is nothing new near them."""
