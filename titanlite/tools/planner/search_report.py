@@ -83,18 +83,20 @@ def run_search(
             nonlocal began, number, told
             if now.number != number:
                 began, number = time.monotonic(), now.number
-            best = result.best
-            more = f", best {format_count(best[0].tokens_per_second)} tokens/s/rank" if best else ""
+            best, left = result.best, ""
+            if now.done:
+                seconds = (time.monotonic() - began) * (now.total - now.done) / now.done
+                left = f"{format_seconds(seconds)} left, "
+            more = f"round {number}, {left}{len(result.found):,} fit"
+            if best:
+                more += f", best {format_count(best[0].tokens_per_second)} tokens/s/rank"
             if best and most:
-                more += f", the rest gain {most / best[0].tokens_per_second - 1:.0%} at most"
-            left = (time.monotonic() - began) * (now.total - now.done) / max(1, now.done)
-            more = f"{len(result.found):,} fit{more}, {format_seconds(left)} left of this round"
+                more += f", {most / best[0].tokens_per_second - 1:.0%} more at most"
             if not is_terminal(sys.stderr) and time.monotonic() - told > TOLD_EVERY_SECONDS:
                 told = time.monotonic()
-                counts = f"round {number}, {now.done:,} of {now.total:,} plans"
-                print(f"search: {counts}, {more}", file=sys.stderr, flush=True)
-            title = f"round {number}, {more}"
-            progress.update(task, completed=now.done, total=now.total, description=title)
+                counts = f"{now.done:,} of {now.total:,} plans"
+                print(f"search: {more}; {counts}", file=sys.stderr, flush=True)
+            progress.update(task, completed=now.done, total=now.total, description=more)
 
         found = search(
             space,
