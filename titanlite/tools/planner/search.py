@@ -5,9 +5,9 @@
 First, each set of degrees is evaluated once, with the choices that take the least memory. Then what
 is near the fastest plans of different sets is evaluated, round by round, until nothing near them is
 left: plans with one other choice (schedule, microbatch size, activation checkpointing, FSDP's
-policy), then those that did not fit with CPU offload, then those with another layout. A plan is
-dropped if it does not fit in memory, or if its lower bounds (bounds.py) exclude it. When a search
-is interrupted, what was found so far remains.
+policy, asynchronous TP), then those that did not fit with CPU offload, then those with another
+layout. A plan is dropped if it does not fit in memory, or if its lower bounds (bounds.py) exclude
+it. When a search is interrupted, what was found so far remains.
 """
 
 from __future__ import annotations

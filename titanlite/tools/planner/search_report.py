@@ -130,7 +130,7 @@ def show_search(result: SearchResult, hardware: Hardware) -> str:
     timed = f"{len(result.found):,} of {result.num_candidates:,} plans were timed"
     lines = [timed if result.is_complete else f"interrupted: {timed}"]
     if not result.is_complete:
-        lines.append("  memory is that of eager blocks; offload and asynchronous TP come last")
+        lines.append("  memory is that of eager blocks; offload and layouts come last")
     if any(one.changes.get(CP, 1) > 1 for one in result.best):
         lines.append(
             "  with context parallelism, steps are planned too fast (docs/plan_published.md)"

@@ -1,11 +1,11 @@
 """The plans of a job for a number of ranks, as changes of its keys. No torch.
 
-    Space.candidates -> every combination of degrees, schedule, microbatch, AC and FSDP's policy
+    Space.candidates -> every combination of degrees, schedule, microbatch, AC, FSDP's policy, and
+                        asynchronous TP
     Space.neighbours -> a plan with one of its layouts changed
 
-A layout leaves the degrees as they are and changes where tensors are and how they move:
-asynchronous TP, loss parallel, the order and rotation of context parallelism, the split of the
-blocks over stages.
+A layout leaves the degrees as they are and changes where tensors are and how they move: loss
+parallel, the order and rotation of context parallelism, the split of the blocks over stages.
 """
 
 from __future__ import annotations
