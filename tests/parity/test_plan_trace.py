@@ -155,7 +155,7 @@ def run_and_record(place: Place, configs: list[JobConfig], has_peaks: bool) -> l
 def measure(plans: list[str]) -> dict[str, list[Recorded]]:
     """For each plan what each rank of a real run does, and its peak."""
     configs = [config_of(plan) for plan in plans]
-    of_ranks = spawn(run_and_record, 4, configs, True, timeout_seconds=280)
+    of_ranks = spawn(run_and_record, 4, configs, True, timeout_seconds=580)
     return {plan: [of[index] for of in of_ranks] for index, plan in enumerate(plans)}
 
 
