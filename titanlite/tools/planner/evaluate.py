@@ -106,10 +106,10 @@ class Evaluator:
     ) -> Iterator[Result]:
         """What the plans of a group take, in their order: what takes less memory first.
 
-        What takes more than a plan that does not fit is not tried. With `known`,
-        to which the plans are added, those that cannot be of use are dropped by their bounds. With
-        `one_of_each_set`, only the first plan of each set of degrees that is legal, and whose
-        pieces can be traced, is tried.
+        What takes more than a plan that does not fit is not tried. With `known`, to which the plans
+        are added, those that cannot be of use are dropped by their bounds. With `one_of_each_set`,
+        only the first plan of each set of degrees that is legal, and whose pieces can be traced, is
+        tried.
         """
         if len(self._pieces) > MOST_PIECES:
             for known_of in (self._pieces, self._shared, self._bounds):

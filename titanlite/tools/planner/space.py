@@ -371,9 +371,9 @@ def are_near(one: Changes, other: Changes) -> bool:
 
 
 def sizes_of(plan: Changes) -> tuple[frozenset[tuple[str, Any]], int, int]:
-    """What a plan with a smaller microbatch or more recomputation takes less memory than.
+    """What the memory of a plan depends on: all but the next two; sequences; recomputation.
 
-    All else of it, the size of a microbatch, and the more it recomputes, the larger a number.
+    Memory grows with the sequences of a microbatch and falls with recomputation (0: none).
     """
     # A pipeline that splits its backward passes can take more memory with recomputation.
     key, *modes = (MICROBATCH,) if plan[PP] > 1 else (LOCAL_BATCH, MODE, OPTION)
