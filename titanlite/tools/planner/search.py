@@ -5,9 +5,9 @@
 First, each set of degrees is evaluated once, with the choices that take the least memory. Then what
 is near the fastest plans of different sets is evaluated, round by round, until nothing near them is
 left: plans with one other choice (schedule, microbatch size, activation checkpointing, FSDP's
-policy, asynchronous TP), then those that did not fit with CPU offload, then those with another
-layout. A plan is dropped if it does not fit in memory, or if its lower bounds (bounds.py) exclude
-it. When a search is interrupted, what was found so far remains.
+policy, replicas and shards, asynchronous TP), then those that did not fit with CPU offload, then
+those with another layout. A plan is dropped if it does not fit in memory, or if its lower bounds
+(bounds.py) exclude it. When a search is interrupted, what was found so far remains.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from titanlite.tools.planner.evaluate import (
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.space import (
     CP,
+    RESHARD,
     Space,
     are_near,
+    choices_of,
     degrees_of,
     groups,
     passes_of,
@@ -163,8 +165,10 @@ class _Search:
         self._on_progress, self._exhaustive = on_progress, exhaustive
         self._candidates = list(space.candidates())
         self._sets: defaultdict[tuple[int, ...], list[dict[str, Any]]] = defaultdict(list)
+        self._splits: defaultdict[_Identity, list[dict[str, Any]]] = defaultdict(list)
         for plan in self._candidates:
             self._sets[degrees_of(plan)].append(plan)
+            self._splits[choices_of(plan)].append(plan)
         self._known = set(map(_identity, self._candidates))
         self._tried: set[_Identity] = set()
         self._too_large = TooLarge()
@@ -232,10 +236,15 @@ class _Search:
         """The leading plans with one other choice, split over stages as they are and by default."""
         for one in self._leading():
             base = self._space.without_changed_layouts(one.changes)
-            for plan in self._sets[degrees_of(base)]:
-                if are_near(plan, base):
-                    yield self._space.with_layouts_of(plan, one.changes)
-                    yield self._space.with_layouts_of(plan, one.changes, is_split=False)
+            near = [plan for plan in self._sets[degrees_of(base)] if are_near(plan, base)]
+            near += (
+                plan
+                for plan in self._splits[choices_of(base)]
+                if len({plan.get(RESHARD), base.get(RESHARD)} - {None}) < 2
+            )
+            for plan in near:
+                yield self._space.with_layouts_of(plan, one.changes)
+                yield self._space.with_layouts_of(plan, one.changes, is_split=False)
 
     def _offloaded(self) -> Iterator[dict[str, Any]]:
         """The plans that did not fit in memory, with CPU offload."""

@@ -370,6 +370,12 @@ def are_near(one: Changes, other: Changes) -> bool:
     return others + (is_traded or (larger != 1) + (recomputes_more != 0)) == 1
 
 
+def choices_of(plan: Changes) -> frozenset[tuple[str, Any]]:
+    """All of a plan but how its data ranks are split into replicas and shards."""
+    of_split = REPLICATE, SHARD, RESHARD  # what has no shards has no policy for them
+    return frozenset(item for item in plan.items() if item[0] not in of_split)
+
+
 def sizes_of(plan: Changes) -> tuple[frozenset[tuple[str, Any]], int, int]:
     """What the memory of a plan depends on: all but the next two; sequences; recomputation.
 

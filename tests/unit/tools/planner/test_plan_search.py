@@ -5,8 +5,6 @@ import json
 import re
 import signal
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from titanlite import cli
 from titanlite.config import parse_args, resolve_job
 from titanlite.config.load import override
 from titanlite.tools.planner import evaluate, search_report
-from titanlite.tools.planner import search as search_module
 from titanlite.tools.planner.bounds import Floor, Frontier
 from titanlite.tools.planner.cache import key_of
 from titanlite.tools.planner.composition import TraceError, smaller
@@ -197,24 +194,13 @@ def test_of_each_set_of_degrees_the_first_that_is_legal_and_can_be_traced_is_tri
         assert plan.get(RESHARD, "default") == "default"
 
 
-@pytest.mark.parametrize(("room", "fitting"), [(30, ANY), (120, ANY), (40, ZB_H1)])
+@pytest.mark.usefixtures("search_in_this_process")
+@pytest.mark.parametrize(
+    ("room", "fitting", "gathers"), [(30, ANY, 0), (120, ANY, 0), (40, ZB_H1, 0), (120, ANY, 0.2)]
+)
 def test_a_search_finds_the_best_of_all_plans_with_few_of_them(
-    monkeypatch: pytest.MonkeyPatch, room: int, fitting: set[str | None]
+    monkeypatch: pytest.MonkeyPatch, room: int, fitting: set[str | None], gathers: float
 ) -> None:
-    class Here(nullcontext[None]):
-        """A pool of this process."""
-
-        def __init__(self, *_: object) -> None:
-            super().__init__()
-            monkeypatch.setattr(search_module, "_evaluator", evaluator)
-
-        def submit(self, function: Callable[..., object], *given: object) -> Future[object]:
-            done: Future[object] = Future()
-            done.set_result(function(*given))
-            return done
-
-        map = map
-
     def evaluate(_: Evaluator, plan: Changes, **__: object) -> Result:
         tried.append(plan)
         size = plan[LOCAL_BATCH] if plan[PP] == 1 else plan[MICROBATCH]
@@ -226,12 +212,12 @@ def test_a_search_finds_the_best_of_all_plans_with_few_of_them(
         seconds = 5 + recomputed + 2 / size + 0.3 * plan[TP] * (1 - 0.4 * moves) + plan[CP]
         if plan[PP] > 1:
             seconds += 4 / plan[PP] - 0.2 * (plan[SCHEDULE] == "ZBVZeroBubble")
+        # With many sequences at once, what is slow with one is the fastest.
+        seconds += gathers * plan[SHARD] * (1.5 / size - 1)
         seconds -= 0.1 * bool(plan.get(WHOLE_LOSS)) + 0.2 * (plan.get(FIRST_LESS, 0) == 1)
         return FoundPlan(dict(plan), int(memory), seconds, 1 / seconds, None, 0.0, "")
 
-    evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=False)
     monkeypatch.setattr(Evaluator, "evaluate", evaluate)
-    monkeypatch.setattr(search_module, "ProcessPoolExecutor", Here)
     rounds: list[tuple[SearchResult, Round]] = []
     counts, best = [], []
     for every in (False, True):
