@@ -15,6 +15,13 @@ class Change(NamedTuple):
     callers: tuple[str, ...]
 
 
+def has_avx512_bf16() -> bool:
+    """Whether oneDNN can take the scratch memory of the planner's table on this processor."""
+    import torch
+
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+
+
 def changes(function: Callable[[], Any]) -> list[Change]:
     """The allocations and releases of a call, in order."""
     from torch._C._profiler import _EventType

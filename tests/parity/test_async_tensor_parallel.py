@@ -274,17 +274,17 @@ FSDP = {"data_parallel_shard_degree": 2}
 SHORT = {"training": {"steps": 2}}
 # All on four ranks. Those of `make test` have the others' features between them.
 FEW: dict[str, list[dict[str, Any]]] = {
-    "four ranks, by operator, compiled": [
-        ring_of(tensor_parallel_degree=4),
-        recomputed("selective", "op"),
-        COMPILED,
-    ],
     "FSDP, full": [ring_of(**FSDP), recomputed("full")],
     "zero bubble": split("ZBVZeroBubble"),
 }
 # Every other pair of features with rings is one of `titanlite verify --matrix`.
 EARLY = {"activation_checkpoint": {"early_stop": True}}
 MANY: dict[str, list[dict[str, Any]]] = {
+    "four ranks, by operator, compiled": [
+        ring_of(tensor_parallel_degree=4),
+        recomputed("selective", "op"),
+        COMPILED,
+    ],
     "FSDP, stopping early": [ring_of(**FSDP), recomputed("full"), EARLY],
     "CP, full, compiled": [ring_of(context_parallel_degree=2), recomputed("full"), COMPILED],
 }

@@ -94,6 +94,7 @@ def test_an_outside_model_with_outside_data_and_loss_trains(command: Path, proje
     assert re.search(r"step 2/2 +loss 2\.\d+", said)
 
 
+@pytest.mark.slow
 def test_other_commands_run(command: Path, project: Path) -> None:
     (project / "job.toml").write_text(
         "[model]\nflavor = 'debug'\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.allocator import PEAK_CALLS, peak_bounds
+from tests.benchmarks.allocator import PEAK_CALLS, has_avx512_bf16, peak_bounds
 from tests.benchmarks.communication import PARALLELISM, make_job_config
 from titanlite.config import JobConfig, ResolvedJob, parse_args, resolve_job
 from titanlite.config.load import override
@@ -64,8 +64,10 @@ PLANS = [
 ]
 
 
+# Their products take oneDNN's scratch memory, which depends on the processor.
+LOW_PRECISION = "_bf16"
+
 QUICK = ["ddp4", "hsdp2x2", "tp4_async+op", "pp2_cp2", "pp2_zbv", "tp2_fsdp2_float8"]
-QUICK_JOBS = ("llama_pp2_cp2",)
 
 # Operators that only one of trace and run has: data of zeros; gloo's own copies; values that are
 # read.
@@ -169,7 +171,8 @@ def check_plans(plans: list[str]) -> None:
             assert [told(c) for c in trace.communications] == [told(c) for c in calls], plan
             assert order_of(trace.events, resolved) == order_of(events, resolved), plan
             extra = trace.peak().num_bytes - sum(trace.held.values())
-            assert 0.995 * low <= extra <= 1.005 * high, (plan, low, extra, high)
+            if has_avx512_bf16() or not plan.endswith(LOW_PRECISION):
+                assert 0.995 * low <= extra <= 1.005 * high, (plan, low, extra, high)
             sizes = dict(trace.sizes)
             for event in trace.events:
                 if isinstance(event, Allocation):
@@ -265,24 +268,17 @@ def test_balanced_experts_communicate_as_they_are_traced() -> None:
     check_communication(configs, 4)
 
 
-def shipped(names: Iterable[str]) -> dict[str, JobConfig]:
-    return {name: parse_args([f"--job.config_file={CONFIGS / name}.toml"]) for name in names}
-
-
-def test_a_shipped_job_communicates_as_it_is_traced() -> None:
-    check_communication(shipped(QUICK_JOBS), 4)
-
-
 @pytest.mark.slow
 def test_shipped_jobs_communicate_as_they_are_traced() -> None:
     """All but one that fetches a data set, one that waits for a compiler, and one with experts.
 
     In the last one, the bytes of the all-to-alls depend on the router: see the test before.
     """
-    others = {"cifar10", "compile", "moe_ep4", *QUICK_JOBS}
+    others = {"cifar10", "compile", "moe_ep4"}
     names = {path.stem for path in CONFIGS.glob("*.toml")} - others
     by_ranks: dict[int, dict[str, JobConfig]] = {}
-    for name, config in shipped(sorted(names)).items():
+    for name in sorted(names):
+        config = parse_args([f"--job.config_file={CONFIGS / name}.toml"])
         by_ranks.setdefault(resolve_job(config, None).dims.world_size, {})[name] = config
     for size, configs in by_ranks.items():
         check_communication(configs, size)

@@ -66,7 +66,9 @@ def config(folder: Path, *options: str) -> JobConfig:
     return parse_args([f"--job.config_file={folder / 'dit.toml'}", *SMALL, *options])
 
 
-@pytest.mark.parametrize("options", [(FSDP, *KEYED), (TP, *KEYED), (PP, *KEYED)])
+@pytest.mark.parametrize(
+    "options", [(FSDP, *KEYED), pytest.param((TP, *KEYED), marks=pytest.mark.slow), (PP, *KEYED)]
+)
 def test_the_page_verifies_under_every_plan(
     folder: Path, verifier: Verifier, options: tuple[str, ...]
 ) -> None:

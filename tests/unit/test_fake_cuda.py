@@ -103,6 +103,7 @@ def test_a_tensor_that_is_left_on_the_cpu_is_named() -> None:
     assert "found at least two devices" in found["error"]
 
 
+@pytest.mark.slow
 @needs_newer_torch
 def test_documents_of_a_ring_have_no_mask_and_do_not_wait() -> None:
     several = (

@@ -107,7 +107,9 @@ def test_composed_experts_equal_traced_ones() -> None:
     check("moe_ep4", *EXPERTS[first])
 
 
-@pytest.mark.parametrize("plan", [(), (f"{P}tensor_parallel_degree=2",)])
+@pytest.mark.parametrize(
+    "plan", [pytest.param((), marks=pytest.mark.slow), (f"{P}tensor_parallel_degree=2",)]
+)
 def test_composed_experts_of_transformers_equal_traced_ones(
     tmp_path: Path, plan: tuple[str, ...]
 ) -> None:
@@ -145,7 +147,11 @@ def test_all_composed_experts_equal_traced_ones(plan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [(), (f"{P}data_parallel_shard_degree=4", f"{P}expert_parallel_degree=2")]
+    "plan",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        (f"{P}data_parallel_shard_degree=4", f"{P}expert_parallel_degree=2"),
+    ],
 )
 def test_composed_updates_of_muon_equal_traced_ones(plan: tuple[str, ...]) -> None:
     check("moe_ep4" if plan else "tp2_fsdp2", "--optimizer.name=Muon", *plan)

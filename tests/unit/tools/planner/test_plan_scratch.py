@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.benchmarks.allocator import changes
+from tests.benchmarks.allocator import changes, has_avx512_bf16
 from titanlite.tools.planner.scratch import CPU, num_bytes
 
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -66,7 +66,7 @@ def test_the_padded_copies_of_gradients() -> None:
 
 
 def test_products_in_low_precision_take_onednns_scratch_memory(threads: int) -> None:
-    if not torch.cpu.get_capabilities().get("avx512_bf16") or torch.cpu._is_amx_tile_supported():
+    if not has_avx512_bf16() or torch.cpu._is_amx_tile_supported():
         pytest.skip("the table has the blocks of AVX-512, and other machines have others")
     for m, k, n in ((64, 32, 32), (64, 64, 17), (256, 64, 64), (512, 256, 256), (2048, 512, 64)):
         a, b = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
