@@ -31,6 +31,7 @@ from titanlite.tools.planner.predict import predict
 from titanlite.tools.planner.scale import scaled
 from titanlite.tools.planner.segments import Row, Shared
 from titanlite.tools.planner.space import (
+    ASYNC_TP,
     CHANGED,
     GLOBAL_BATCH,
     LOCAL_BATCH,
@@ -109,17 +110,18 @@ class Evaluator:
         What takes more than a plan that does not fit is not tried. With `known`, to which the plans
         are added, those that cannot be of use are dropped by their bounds. With `one_of_each_set`,
         only the first plan of each set of degrees that is legal, and whose pieces can be traced, is
-        tried.
+        tried; if it does not fit, another one with asynchronous TP.
         """
         if len(self._pieces) > MOST_PIECES:
             for known_of in (self._pieces, self._shared, self._bounds):
                 known_of.clear()
         too_large = TooLarge()
         ended: set[tuple[Any, ...]] = set()
+        only_async: set[tuple[Any, ...]] = set()
         for changes in plans:
             degrees = degrees_of(changes)
-            of_mode = *degrees, changes.get(MODE)
-            if degrees in ended or of_mode in ended:
+            of_mode, is_async = (*degrees, changes.get(MODE)), changes.get(ASYNC_TP)
+            if degrees in ended or of_mode in ended or (degrees in only_async and not is_async):
                 yield NOT_TRIED
                 continue
             row = DOES_NOT_FIT if changes in too_large else self.evaluate(changes, known=known)
@@ -127,7 +129,9 @@ class Evaluator:
                 too_large.add(changes)
             elif isinstance(row, FoundPlan) and known is not None:
                 known.add(without_layouts(changes), row.seconds, row.peak_bytes)
-            if one_of_each_set and row != NOT_LEGAL:
+            if one_of_each_set and row == DOES_NOT_FIT and is_async is False:
+                only_async.add(degrees)
+            elif one_of_each_set and row != NOT_LEGAL:
                 is_traced = not (isinstance(row, str) and row.startswith(UNTRACEABLE))
                 ended.add(degrees if is_traced else of_mode)
             yield row

@@ -37,7 +37,9 @@ from titanlite.tools.planner.evaluate import (
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.space import (
     CP,
+    REPLICATE,
     RESHARD,
+    SHARD,
     Space,
     are_near,
     choices_of,
@@ -49,7 +51,7 @@ from titanlite.tools.planner.space import (
 
 BEST = 10
 ENOUGH_SLOWER = 2
-SETS, REACH = 8, 1.2
+SETS, REACH = 8, 1.3
 """A search goes on from the fastest plans of at most so many sets of degrees, which take at most
 so many times as long as the fastest of all."""
 MORE_CP = "more context parallelism, which was slower"
@@ -233,10 +235,15 @@ class _Search:
         return [one for one in leading if one.seconds <= REACH * leading[0].seconds]
 
     def _near(self) -> Iterator[dict[str, Any]]:
-        """The leading plans with one other choice, split over stages as they are and by default."""
+        """The leading plans with one other choice, split over stages as they are and by default.
+
+        Twice the shards leave memory for such a choice, so both count as one.
+        """
         for one in self._leading():
             base = self._space.without_changed_layouts(one.changes)
-            near = [plan for plan in self._sets[degrees_of(base)] if are_near(plan, base)]
+            wider = {**base, SHARD: 2 * base[SHARD], REPLICATE: base[REPLICATE] / 2}
+            sets = self._sets[degrees_of(base)], self._sets[degrees_of(wider)]
+            near = [plan for plan in chain(*sets) if are_near(plan, base)]
             near += (
                 plan
                 for plan in self._splits[choices_of(base)]

@@ -388,12 +388,13 @@ def sizes_of(plan: Changes) -> tuple[frozenset[tuple[str, Any]], int, int]:
     return others, plan[key], recomputed
 
 
-def _weight(plan: Changes) -> tuple[int, bool, int, int]:
-    """By it, what takes less memory comes first; schedules remain in their order."""
+def _weight(plan: Changes) -> tuple[int, bool, int, bool]:
+    """By it, what takes less memory comes first, asynchronous TP last; schedules keep their order.
+
+    On slow links asynchronous TP says little of what a plan is like without.
+    """
     _, size, recomputed = sizes_of(plan)
-    # A plan without the key has what the others have not.
-    moves = (True, None, False).index(plan.get(ASYNC_TP))
-    return size, plan.get(RESHARD) == "never", -recomputed, moves
+    return size, plan.get(RESHARD) == "never", -recomputed, bool(plan.get(ASYNC_TP))
 
 
 def groups(
