@@ -120,7 +120,8 @@ class Evaluator:
         only_async: set[tuple[Any, ...]] = set()
         for changes in plans:
             degrees = degrees_of(changes)
-            of_mode, is_async = (*degrees, changes.get(MODE)), changes.get(ASYNC_TP)
+            of_mode = *degrees, changes.get(MODE)
+            is_async = changes.get(ASYNC_TP, self._config.parallelism.enable_async_tensor_parallel)
             if degrees in ended or of_mode in ended or (degrees in only_async and not is_async):
                 yield NOT_TRIED
                 continue
@@ -129,7 +130,7 @@ class Evaluator:
                 too_large.add(changes)
             elif isinstance(row, FoundPlan) and known is not None:
                 known.add(without_layouts(changes), row.seconds, row.peak_bytes)
-            if one_of_each_set and row == DOES_NOT_FIT and is_async is False:
+            if one_of_each_set and row == DOES_NOT_FIT and not is_async:
                 only_async.add(degrees)
             elif one_of_each_set and row != NOT_LEGAL:
                 is_traced = not (isinstance(row, str) and row.startswith(UNTRACEABLE))

@@ -372,8 +372,7 @@ def are_near(one: Changes, other: Changes) -> bool:
 
 def choices_of(plan: Changes) -> frozenset[tuple[str, Any]]:
     """All of a plan but how its data ranks are split into replicas and shards."""
-    of_split = REPLICATE, SHARD, RESHARD  # what has no shards has no policy for them
-    return frozenset(item for item in plan.items() if item[0] not in of_split)
+    return frozenset(item for item in plan.items() if item[0] not in (REPLICATE, SHARD, RESHARD))
 
 
 def sizes_of(plan: Changes) -> tuple[frozenset[tuple[str, Any]], int, int]:

@@ -173,11 +173,12 @@ def test_no_larger_microbatch_is_tried_of_a_plan_that_does_not_fit(
     assert rows.count(DOES_NOT_FIT) == len(never)
 
 
+@pytest.mark.parametrize("is_legal", [False, True])
 def test_of_each_set_of_degrees_the_first_that_is_legal_and_can_be_traced_is_tried(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_legal: bool
 ) -> None:
     def evaluate(_: Evaluator, changes: Changes, **__: object) -> str:
-        if changes.get(ASYNC_TP):
+        if changes.get(ASYNC_TP) and not is_legal:
             return NOT_LEGAL
         return "cannot be traced: why" if changes[MODE] == "full" else DOES_NOT_FIT
 
@@ -187,7 +188,8 @@ def test_of_each_set_of_degrees_the_first_that_is_legal_and_can_be_traced_is_tri
     rows = evaluator.evaluate_all(plans, one_of_each_set=True)
     tried = [plan for plan, row in zip(plans, rows, strict=True) if row == DOES_NOT_FIT]
     sets = {degrees_of(plan) for plan in plans}
-    assert len(tried) == len(sets) == len({degrees_of(plan) for plan in tried}) > 2
+    assert len(tried) == (1 + is_legal) * len(sets)
+    assert len({(degrees_of(plan), plan.get(ASYNC_TP)) for plan in tried}) == len(tried) > 2
     for plan in tried:
         assert (plan[MODE], plan.get(SCHEDULE, "1F1B")) == ("selective", "1F1B")
         assert 1 in (plan[LOCAL_BATCH], plan.get(MICROBATCH))
