@@ -272,7 +272,7 @@ def recomputed(mode: str, option: str = "2") -> dict[str, Any]:
 COMPILED = {"compile": {"enable": True, "backend": "aot_eager"}}
 FSDP = {"data_parallel_shard_degree": 2}
 SHORT = {"training": {"steps": 2}}
-# All on four ranks. Those of `make test` have the others' features between them.
+# All on four ranks. FEW are those of `make test`.
 FEW: dict[str, list[dict[str, Any]]] = {
     "FSDP, full": [ring_of(**FSDP), recomputed("full")],
     "zero bubble": split("ZBVZeroBubble"),

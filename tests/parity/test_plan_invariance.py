@@ -107,6 +107,7 @@ def test_mixed_precision_is_as_near_to_float32_as_one_process_is():
     plans = [
         {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
         {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
+        {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
         {"pipeline_parallel_degree": 2, "context_parallel_degree": 2},
     ]
     jobs = [debug_config(bfloat16, {"parallelism": plan}, batch_of(plan)) for plan in plans]

@@ -83,13 +83,14 @@ def test_a_profiler_ends_the_count_of_memory(tmp_path: Path) -> None:
     assert first.memory_bytes < 50e6 < last.memory_bytes  # that of the process, with all of torch
 
 
-def test_a_run_resumes_in_the_other_world(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [THREADS, pytest.param({}, marks=SLOW)], ids=str)
+def test_a_run_resumes_in_the_other_world(tmp_path: Path, first: dict[str, Any]) -> None:
     saves = {"checkpoint": {"enable": True, "interval": 2, "last_save_model_only": False}}
     whole = train(tmp_path / "whole", "TP, FSDP")
     half = {"training": {"steps": 2}, "lr_scheduler": {"total_steps": 4}}
-    folder = tmp_path / "half"
-    train(folder, "TP, FSDP", saves, half, THREADS)
-    rest = train(folder, "TP, FSDP", saves, {"lr_scheduler": {"total_steps": 4}})
+    train(tmp_path, "TP, FSDP", saves, half, first)
+    second = {} if first else THREADS
+    rest = train(tmp_path, "TP, FSDP", saves, {"lr_scheduler": {"total_steps": 4}}, second)
     assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-12)
 
 

@@ -17,10 +17,8 @@ def search_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Here(nullcontext[None]):
         def __init__(self, _: int, __: object, ___: object, settings: tuple[Any, ...]) -> None:
             super().__init__()
-            config, hardware, is_compiled, use_cache = settings
-            evaluator = search.Evaluator(
-                config, hardware, is_compiled=is_compiled, use_cache=use_cache
-            )
+            config, hardware, compiles, caches = settings
+            evaluator = search.Evaluator(config, hardware, is_compiled=compiles, use_cache=caches)
             monkeypatch.setattr(search, "_evaluator", evaluator)
 
         def submit(self, function: Callable[..., object], *given: object) -> Future[object]:
