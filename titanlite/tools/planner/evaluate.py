@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, resolve_job
@@ -72,6 +72,8 @@ class FoundPlan:
     bound: str
     host_bytes: int = 0
     """Of the host's memory, for one rank; 0 without CPU offload."""
+    least_seconds: float = 0.0
+    """What it takes at least in microbatches of any size: what its work takes without calls."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,10 @@ class Evaluator:
         self._cost = Cost(
             hardware, is_compiled=is_compiled, head_dim=getattr(self._model, "head_dim", 128)
         )
+        self._work = replace(self._cost, hardware=hardware.without_call_costs())
         self._pieces: dict[tuple[Any, ...], Pieces] = {}
         self._shared: dict[int, Shared] = {}
-        self._bounds: dict[int, Bounds] = {}
+        self._bounds: dict[tuple[int, bool], Bounds] = {}
         self._tables: dict[tuple[Any, ...], list[Row]] = {}
 
     def evaluate_all(
@@ -125,7 +128,9 @@ class Evaluator:
             if degrees in ended or of_mode in ended or (degrees in only_async and not is_async):
                 yield NOT_TRIED
                 continue
-            row = DOES_NOT_FIT if changes in too_large else self.evaluate(changes, known=known)
+            row: Result = DOES_NOT_FIT
+            if changes not in too_large:
+                row = self.evaluate(changes, known=known, in_any_size=one_of_each_set)
             if row == DOES_NOT_FIT:
                 too_large.add(changes)
             elif isinstance(row, FoundPlan) and known is not None:
@@ -138,21 +143,28 @@ class Evaluator:
             yield row
 
     def evaluate(
-        self, changes: Changes, *, exactly: bool = False, known: Frontier | None = None
+        self,
+        changes: Changes,
+        *,
+        exactly: bool = False,
+        known: Frontier | None = None,
+        in_any_size: bool = False,
     ) -> Result:
-        """What a plan takes, or why it is dropped.
+        """What a plan takes, or why it is dropped; `in_any_size`, by the bounds of its work alone.
 
         Unless `exactly`, long pipelines are extrapolated from shorter ones, and large microbatches
         from smaller ones.
         """
         try:
-            return self._evaluate(changes, exactly=exactly, known=known)
+            return self._evaluate(changes, exactly, known, in_any_size)
         except Exception as error:  # other plans are still of use, and what was found is kept
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
             return FailedPlan(dict(changes), " ".join(text.split()))
 
-    def _evaluate(self, changes: Changes, *, exactly: bool, known: Frontier | None) -> Result:
+    def _evaluate(
+        self, changes: Changes, exactly: bool, known: Frontier | None, in_any_size: bool
+    ) -> Result:
         config = _with_values(self._config, changes)
         training = config.training
         total, rest = divmod(training.local_batch_size, changes.get(MICROBATCH, 1))
@@ -178,15 +190,16 @@ class Evaluator:
         except (TraceError, ConfigError) as error:  # the latter of the reduced job
             return f"{UNTRACEABLE}: {' '.join(str(error).split())}"[:100]
         cost = self._cost.on(jobs[0].dims)
-        seconds = 0.0
+        floor_seconds = 0.0
         if known is not None:
-            bounds = self._bounds.setdefault(id(pieces), Bounds(pieces))
-            floor = bounds.floor(jobs[0], cost, total)
+            bounds = self._bounds.setdefault((id(pieces), in_any_size), Bounds(pieces))
+            of_calls = self._work.on(jobs[0].dims) if in_any_size else cost
+            floor = bounds.floor(jobs[0], of_calls, total)
             if not self._fits(floor.num_bytes):
                 return DOES_NOT_FIT
             if known.excludes(floor):
                 return SLOWER
-            seconds = floor.seconds
+            floor_seconds = floor.seconds
         shared = Shared(tables=self._tables)
         if not exactly:
             shared = self._shared.setdefault(id(pieces), shared)
@@ -208,7 +221,7 @@ class Evaluator:
         host = self._hardware.host
         if host is not None and host_peak > host.num_bytes * (1 - MARGIN):
             return HOST_IS_FULL
-        if known is not None and known.excludes(Floor(seconds, peak)):
+        if known is not None and known.excludes(Floor(floor_seconds, peak)):
             return SLOWER
         few = predict(jobs[0], compositions[0], cost, pieces, shared, keeps_actions=False)
         more = few
@@ -227,6 +240,7 @@ class Evaluator:
             few.bubble * step.seconds / seconds,
             step.bound,
             host_peak,
+            floor_seconds,
         )
 
     def _resolve(self, config: JobConfig) -> ResolvedJob | None:

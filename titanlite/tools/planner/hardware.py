@@ -11,7 +11,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -294,6 +294,23 @@ class Hardware:
                 "add the figures of its host's memory and link, or turn offload off"
             )
         return self.host if self.kind != "cpu" else None
+
+    def without_call_costs(self) -> Hardware:
+        """This device if calls took no time beside their work, and small ones the best rates."""
+
+        def best(part: Any) -> Any:
+            share = Curve(((1.0, max(share for _, share in part.share.points)),))
+            latency = {} if part is self.memory else {"latency_seconds": 0.0}
+            return replace(part, share=share, **latency)
+
+        free = {"seconds": 0.0, "seconds_per_peer": 0.0}
+        return replace(
+            self,
+            **{part: best(getattr(self, part)) for part in ("memory", "node", "fabric")},
+            overhead=Overhead(0.0, 0.0, 0.0),
+            operators={name: replace(one, seconds=0.0) for name, one in self.operators.items()},
+            collectives={name: replace(one, **free) for name, one in self.collectives.items()},
+        )
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of products of `dtype`, or of the next wider dtype that the file has."""

@@ -46,6 +46,7 @@ from titanlite.tools.planner.space import (
     degrees_of,
     groups,
     passes_of,
+    sizes_of,
     without_layouts,
 )
 
@@ -54,6 +55,8 @@ ENOUGH_SLOWER = 2
 SETS, REACH = 8, 1.3
 """A search goes on from the fastest plans of at most so many sets of degrees, which take at most
 so many times as long as the fastest of all."""
+LARGER, GAIN = 4, 1.05
+"""Up to so many sequences are tried of sets that can be faster by so much than the fastest."""
 MORE_CP = "more context parallelism, which was slower"
 NOT_NEAR = "not near the fastest plans; --exhaustive tries them"
 
@@ -204,7 +207,8 @@ class _Search:
 
     def improve(self) -> None:
         """Evaluate what is near the leading plans, until there is nothing new near them."""
-        while any(map(self._evaluate, (self._near(), self._offloaded(), self._layouts()))):
+        rounds = self._larger, self._near, self._offloaded, self._layouts
+        while any(self._evaluate(plans()) for plans in rounds):
             pass
 
     def exactly(self) -> None:
@@ -233,6 +237,27 @@ class _Search:
             fastest.setdefault(degrees_of(one.changes), one)
         leading = list(fastest.values())[:SETS]
         return [one for one in leading if one.seconds <= REACH * leading[0].seconds]
+
+    def _larger(self) -> Iterator[dict[str, Any]]:
+        """Larger microbatches of the sets of degrees that can be the fastest with these.
+
+        If calls take long, one sequence does not show what more of them take.
+        """
+        fastest: dict[tuple[int, ...], FoundPlan] = {}
+        for one in self.result.sorted():
+            fastest.setdefault(degrees_of(one.changes), one)
+        leading = min((one.seconds for one in fastest.values()), default=0.0)
+        for degrees, one in fastest.items():
+            if one.seconds > REACH * leading and 0 < one.least_seconds < leading / GAIN:
+                like = sizes_of(one.changes)[::2]
+                larger = [
+                    plan
+                    for plan in self._sets[degrees]
+                    if sizes_of(plan)[::2] == like
+                    and sizes_of(plan)[1] <= LARGER
+                    and plan not in self._too_large
+                ]
+                yield from larger[-1:]
 
     def _near(self) -> Iterator[dict[str, Any]]:
         """The leading plans with one other choice, split over stages as they are and by default.

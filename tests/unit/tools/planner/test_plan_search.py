@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,11 +199,14 @@ def test_of_each_set_of_degrees_the_first_that_is_legal_and_can_be_traced_is_tri
 
 @pytest.mark.usefixtures("search_in_this_process")
 @pytest.mark.parametrize(
-    ("room", "fitting", "gathers"), [(30, ANY, 0), (120, ANY, 0), (40, ZB_H1, 0), (120, ANY, 0.2)]
+    "case",
+    [(30, ANY, 0, 0), (120, ANY, 0, 0), (40, ZB_H1, 0, 0), (120, ANY, 0.2, 0), (120, ANY, 0, 1)],
 )
 def test_a_search_finds_the_best_of_all_plans_with_few_of_them(
-    monkeypatch: pytest.MonkeyPatch, room: int, fitting: set[str | None], gathers: float
+    monkeypatch: pytest.MonkeyPatch, case: tuple[int, set[str | None], float, float]
 ) -> None:
+    room, fitting, gathers, calls = case
+
     def evaluate(_: Evaluator, plan: Changes, **__: object) -> Result:
         tried.append(plan)
         size = plan[LOCAL_BATCH] if plan[PP] == 1 else plan[MICROBATCH]
@@ -217,7 +221,9 @@ def test_a_search_finds_the_best_of_all_plans_with_few_of_them(
         # With many sequences at once, what is slow with one is the fastest.
         seconds += gathers * plan[SHARD] * (1.5 / size - 1)
         seconds -= 0.1 * bool(plan.get(WHOLE_LOSS)) + 0.2 * (plan.get(FIRST_LESS, 0) == 1)
-        return FoundPlan(dict(plan), int(memory), seconds, 1 / seconds, None, 0.0, "")
+        least = seconds - 2 / size - calls * plan[TP]
+        seconds += calls * plan[TP] * (8 / size**2 - 1)
+        return FoundPlan(dict(plan), int(memory), seconds, 1 / seconds, None, 0.0, "", 0, least)
 
     monkeypatch.setattr(Evaluator, "evaluate", evaluate)
     rounds: list[tuple[SearchResult, Round]] = []
@@ -265,6 +271,8 @@ def test_a_bound_is_below_what_the_plan_takes() -> None:
             assert 0 < first.num_bytes <= last.num_bytes == found.peak_bytes
             # A bound of nothing would do no good.
             assert first.seconds > 0.05 * found.seconds
+            of_work: Any = evaluator.evaluate(one, known=Watching(10), in_any_size=True)
+            assert 0 < of_work.least_seconds < first.seconds < of_work.seconds == found.seconds
             of_plan.append(found)
         if of_plan:
             without, offloaded = of_plan
