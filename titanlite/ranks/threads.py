@@ -33,7 +33,7 @@ from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.ranks import settings
 from titanlite.ranks.allocations import Allocations
 from titanlite.ranks.hang_state import REMEMBERED_CALLS, stack_of
-from titanlite.ranks.machine import MOST_THREADS, num_cores
+from titanlite.ranks.machine import MOST_THREADS
 from titanlite.ranks.report import Account, Call, Message, Report, write_report
 from titanlite.ranks.signals import StopRequest
 from titanlite.ranks.thread_group import BACKEND, Exchange, ThreadGroup
@@ -53,7 +53,7 @@ OF_PROCESS = {
     # The operators that `loss_parallel` replaces while a loss is computed.
     "torch.distributed.tensor._api:DTensor._op_dispatcher": ("_custom_op_handlers",),
 }
-# Up to this many ranks, each has threads for all cores, which sleep while others run.
+# Up to this many ranks, each has as many threads as the process, which sleep while others run.
 MOST_WITH_ALL_CORES = 8
 # Up to this many ranks, memory is counted: until a step ends, its allocations take some MB a rank.
 MOST_COUNTED = 64
@@ -160,8 +160,10 @@ class ThreadWorld(Unwatched):
     def run(self, function: Callable[..., Any], arguments: bytes) -> list[Any]:
         """`function(place, *arguments)` on every rank, each with arguments of its own."""
 
+        of_process = torch.get_num_threads()
+
         def serve(rank: int) -> Any:
-            torch.set_num_threads(num_cores() if self.size <= MOST_WITH_ALL_CORES else 1)
+            torch.set_num_threads(of_process if self.size <= MOST_WITH_ALL_CORES else 1)
             return function(self._places[rank], *pickles.loads(arguments))
 
         try:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.ranks.hang_state import recorded_calls
 from titanlite.ranks.launch import Place, spawn
+from titanlite.ranks.settings import own_settings
 from titanlite.ranks.turns import Turns
 from titanlite.ranks.world import World, open_world
 
@@ -204,14 +205,16 @@ def test_each_rank_has_generators_and_settings_of_its_own() -> None:
 
 
 def test_each_rank_starts_from_the_state_of_the_process() -> None:
-    def on_rank(world: World) -> tuple[float, float, torch.dtype]:
+    def on_rank(world: World) -> tuple[float, float, torch.dtype, int]:
         drawn = torch.rand(1).item(), random.random(), torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
-        return drawn
+        return *drawn, torch.get_num_threads()
 
-    first, *others = in_threads(on_rank)
+    with own_settings():
+        torch.set_num_threads(3)
+        first, *others = in_threads(on_rank)
     assert others == [first] * (RANKS - 1)
-    assert first == (torch.rand(1).item(), random.random(), torch.float32)
+    assert first == (torch.rand(1).item(), random.random(), torch.float32, 3)
 
 
 def fails(function: Callable[[World], Any], kind: type[TitanliteError] = RankError) -> Any:
