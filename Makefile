@@ -12,12 +12,19 @@ ALL_READY := $(VENV)/.ready-all
 SLOW := tests/newcomer/ tests/parity/ tests/mutants/
 SLOWEST_FIRST := $(SLOW) $(filter-out $(SLOW),$(wildcard tests/*/))
 
-.PHONY: train test test-all test-versions fake-cuda check docs site serve clean
+# Python's compiled files let the many processes of a run or a test start faster.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: train test pytest test-all test-versions fake-cuda check docs site serve clean
 
 train: $(READY)
 	$(BIN)/torchrun train.py --job.config_file=configs/tp2_fsdp2.toml
 
-test: $(READY) check
+# mypy is checked beside the first tests, since it takes one core for a minute.
+test: $(READY)
+	$(MAKE) --jobs 2 check pytest
+
+pytest: $(READY)
 	$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST_FIRST)
 
 test-all: $(ALL_READY) check
@@ -57,13 +64,13 @@ clean:
 $(READY): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' .ci/constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-compile -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $(READY)
 
 $(SITE_READY): $(READY)
-	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[docs]'
+	$(BIN)/pip install --quiet --no-compile -c $(VENV)/constraints.txt -e '.[docs]'
 	touch $(SITE_READY)
 
 $(ALL_READY): $(SITE_READY)
-	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[torchtitan]'
+	$(BIN)/pip install --quiet --no-compile -c $(VENV)/constraints.txt -e '.[torchtitan]'
 	touch $(ALL_READY)

@@ -22,10 +22,9 @@ TOOLS = ROOT / "titanlite/tools"
 # the uses of a weight in compare, experts of transformers, rings and windows of attention without
 # masks, what an eleventh and a twelfth set of programs needed (copies of rows, values in another
 # order, lines of a backward pass, losses over parts; modules that do not run, rates), and the
-# streams and gaps of a planned GPU, and a search that tries what is near the fastest plans, not
-# all (other splits of the data ranks among them, and larger microbatches of sets whose calls take
-# long; searches are tested on drawn hardware). The core, which has the first three of these,
-# experts and rings, stays below 34,000.
+# streams and gaps of a planned GPU, and a search that tries what is near the fastest plans, not all
+# (also with larger microbatches; tested on drawn hardware). The core, which has the first three of
+# these, experts and rings, stays below 34,000.
 CORE, LIBRARY, TESTS = 33_970, 82_095, 47_500
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
 GUIDES, PAGES = 25_720, 73_400
