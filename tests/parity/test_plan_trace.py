@@ -157,7 +157,7 @@ def run_and_record(place: Place, configs: list[JobConfig], has_peaks: bool) -> l
 def measure(plans: list[str]) -> dict[str, list[Recorded]]:
     """For each plan what each rank of a real run does, and its peak."""
     configs = [config_of(plan) for plan in plans]
-    of_ranks = spawn(run_and_record, 4, configs, True, timeout_seconds=580)
+    of_ranks = spawn(run_and_record, 4, configs, True, timeout_seconds=1180)
     return {plan: [of[index] for of in of_ranks] for index, plan in enumerate(plans)}
 
 
@@ -219,13 +219,13 @@ def test_a_trace_is_a_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_trace_of_any_plan_is_a_run() -> None:
     check_plans([plan for plan in PLANS if plan not in QUICK])
 
 
-NUM_RANKS = 8
-# The plans of the matrix of 8 ranks are run in so many parts, each with its own ranks.
-NUM_PARTS = 16
+# The plans of the matrix of 8 ranks are run in 16 parts, each with its own ranks.
+NUM_RANKS, NUM_PARTS = 8, 16
 
 
 def check_communication(configs: dict[str, JobConfig], num_ranks: int) -> None:
