@@ -159,7 +159,6 @@ class ThreadWorld(Unwatched):
 
     def run(self, function: Callable[..., Any], arguments: bytes) -> list[Any]:
         """`function(place, *arguments)` on every rank, each with arguments of its own."""
-
         of_process = torch.get_num_threads()
 
         def serve(rank: int) -> Any:

@@ -73,7 +73,7 @@ class FoundPlan:
     host_bytes: int = 0
     """Of the host's memory, for one rank; 0 without CPU offload."""
     least_seconds: float = 0.0
-    """What it takes at least in microbatches of any size: what its work takes without calls."""
+    """What its work takes at least, in microbatches of any size; 0 if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class Evaluator:
             few.bubble * step.seconds / seconds,
             step.bound,
             host_peak,
-            floor_seconds,
+            floor_seconds if in_any_size else 0.0,
         )
 
     def _resolve(self, config: JobConfig) -> ResolvedJob | None:

@@ -2,12 +2,13 @@
 
     Space -> plans -> evaluate.py, in worker processes -> SearchResult
 
-First, each set of degrees is evaluated once, with the choices that take the least memory. Then what
-is near the fastest plans of different sets is evaluated, round by round, until nothing near them is
-left: plans with one other choice (schedule, microbatch size, activation checkpointing, FSDP's
-policy, replicas and shards, asynchronous TP), then those that did not fit with CPU offload, then
-those with another layout. A plan is dropped if it does not fit in memory, or if its lower bounds
-(bounds.py) exclude it. When a search is interrupted, what was found so far remains.
+First, each set of degrees is evaluated once, with the choices that take the least memory, and with
+more sequences if its calls, not its work, take the time. Then what is near the fastest plans of
+different sets is evaluated, round by round, until nothing near them is left: plans with one other
+choice (schedule, microbatch size, activation checkpointing, FSDP's policy, replicas and shards,
+asynchronous TP), then those that did not fit with CPU offload, then those with another layout. A
+plan is dropped if it does not fit in memory, or if its lower bounds (bounds.py) exclude it. When a
+search is interrupted, what was found so far remains.
 """
 
 from __future__ import annotations
@@ -243,17 +244,15 @@ class _Search:
 
         If calls take long, one sequence does not show what more of them take.
         """
-        fastest: dict[tuple[int, ...], FoundPlan] = {}
-        for one in self.result.sorted():
-            fastest.setdefault(degrees_of(one.changes), one)
-        leading = min((one.seconds for one in fastest.values()), default=0.0)
+        every = self.result.sorted()
+        fastest = {degrees_of(one.changes): one for one in reversed(every)}
         for degrees, one in fastest.items():
+            leading = every[0].seconds
             if one.seconds > REACH * leading and 0 < one.least_seconds < leading / GAIN:
-                like = sizes_of(one.changes)[::2]
                 larger = [
                     plan
                     for plan in self._sets[degrees]
-                    if sizes_of(plan)[::2] == like
+                    if sizes_of(plan)[::2] == sizes_of(one.changes)[::2]
                     and sizes_of(plan)[1] <= LARGER
                     and plan not in self._too_large
                 ]

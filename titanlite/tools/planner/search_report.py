@@ -170,9 +170,11 @@ def _rows(plans: Sequence[FoundPlan]) -> Iterator[str]:
 
 def search_figures(result: SearchResult, hardware: Hardware) -> dict[str, Any]:
     """A search as values that JSON can hold, the fastest plan first."""
-    plans = sorted(result.found, key=lambda one: (one.seconds, one.peak_bytes))
+    plans = [asdict(one) for one in result.sorted()]
+    for plan in plans:
+        del plan["least_seconds"]  # of use to the search alone
     return {
-        "plans": [asdict(one) for one in plans],
+        "plans": plans,
         "memory_bytes": hardware.memory.num_bytes,
         "num_candidates": result.num_candidates,
         "most_tokens_per_second": result.most_tokens_per_second,
