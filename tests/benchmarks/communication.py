@@ -172,8 +172,8 @@ def count_step(config: Any, world: Any) -> tuple[list[Collective], int]:
         def __exit__(self, *error):
             TorchDispatchMode.__exit__(self, *error)
 
-    if job.dims.pp > 1 or job.dims.dp_replicate > 1:
-        job.step()  # in their first step, pipelines and DDP send more
+    if job.dims.pp > 1 or job.dims.dp_replicate > 1 or config.model.converters:
+        job.step()  # the first step of pipelines, DDP and float8 is unlike the others
     with CountAlone() as debug_mode, Recorder():
         job.step()
     return found, debug_mode.get_total_counts()
