@@ -54,7 +54,7 @@ OF_PROCESS = {
     "torch.distributed.tensor._api:DTensor._op_dispatcher": ("_custom_op_handlers",),
 }
 # Up to this many ranks, each has as many threads as the process, which sleep while others run.
-MOST_WITH_ALL_CORES = 8
+MOST_WITH_ALL_THREADS = 8
 # Up to this many ranks, memory is counted: until a step ends, its allocations take some MB a rank.
 MOST_COUNTED = 64
 
@@ -162,7 +162,7 @@ class ThreadWorld(Unwatched):
         of_process = torch.get_num_threads()
 
         def serve(rank: int) -> Any:
-            torch.set_num_threads(of_process if self.size <= MOST_WITH_ALL_CORES else 1)
+            torch.set_num_threads(of_process if self.size <= MOST_WITH_ALL_THREADS else 1)
             return function(self._places[rank], *pickles.loads(arguments))
 
         try:

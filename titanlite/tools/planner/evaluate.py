@@ -73,7 +73,7 @@ class FoundPlan:
     host_bytes: int = 0
     """Of the host's memory, for one rank; 0 without CPU offload."""
     least_seconds: float = 0.0
-    """What its work takes at least, in microbatches of any size; 0 if that is not known."""
+    """About what its work takes at least, in microbatches of any size; 0 if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ class Evaluator:
         floor_seconds = 0.0
         if known is not None:
             bounds = self._bounds.setdefault((id(pieces), in_any_size), Bounds(pieces))
-            of_calls = self._work.on(jobs[0].dims) if in_any_size else cost
-            floor = bounds.floor(jobs[0], of_calls, total)
+            cost_of_floor = self._work.on(jobs[0].dims) if in_any_size else cost
+            floor = bounds.floor(jobs[0], cost_of_floor, total)
             if not self._fits(floor.num_bytes):
                 return DOES_NOT_FIT
             if known.excludes(floor):
