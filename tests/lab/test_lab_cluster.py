@@ -94,7 +94,7 @@ def test_host_and_devices_talk_while_running(cluster):
     assert (cluster.counts.d2h_messages, cluster.counts.d2h_bytes) == (24, 24 * 8)
 
 
-@pytest.mark.parametrize("kind", ["cell", "script"])
+@pytest.mark.parametrize("kind", ["cell", pytest.param("script", marks=pytest.mark.slow)])
 def test_a_notebook_cell_and_a_script_without_a_guard_work(kind, tmp_path):
     # In a notebook, __main__ has no file; in a script, the file must not run again.
     code = """

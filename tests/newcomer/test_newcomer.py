@@ -15,9 +15,8 @@ ROOT = HERE.parents[1]
 
 def patched_copy(folder: Path, patch: str) -> list[str]:
     """Copy the library to `folder` and apply a patch of this folder; the files that it changes."""
-    ignore = shutil.ignore_patterns("__pycache__")
     for name in ("titanlite", "models", "configs"):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
+        shutil.copytree(ROOT / name, folder / name, symlinks=True)
     path = str(HERE / patch)
     subprocess.run(["git", "apply", path], cwd=folder, check=True)
     listed = subprocess.run(

@@ -493,6 +493,7 @@ def test_a_job_counts_what_is_fused_and_warns_where_nothing_is() -> None:
     assert said.count(", no ") == 3
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_ring_overlaps() -> None:

@@ -87,9 +87,8 @@ def run(folder: Path, job: Sections, steps: int, plan: dict[str, int], **keys: A
     return titanlite.train(config, threads=True).validation_losses
 
 
-@pytest.mark.parametrize(
-    "job", [EMA, pytest.param(LAST, marks=pytest.mark.slow)], ids=["ema", "last_k"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [EMA, LAST], ids=["ema", "last_k"])
 def test_an_average_moves_to_another_plan_and_is_exported(tmp_path: Path, job: Sections) -> None:
     alone = run(tmp_path / "alone", job, 4, {})
     first = run(tmp_path / "moved", job, 3, {**TP, **SHARD})

@@ -27,7 +27,9 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(n, marks=[pytest.mark.slow] * (n == "fsdp2, compiled")) for n in PLANS]
+)
 def test_plans_agree(plan: str, verifier: Verifier) -> None:
     found = verifier.verify(debug_config(DROPOUT, PLANS[plan]), steps=3)
     assert found.agrees, found.findings

@@ -191,7 +191,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("plan", "way"),
-    [("tp2 x fsdp2", "merged"), ("pp2", "alone"), ("tp2, one row", "alone"), ("pp2", "full")],
+    [
+        pytest.param("tp2 x fsdp2", "merged", marks=pytest.mark.slow),
+        ("pp2", "alone"),
+        ("tp2, one row", "alone"),
+        ("pp2", "full"),
+    ],
 )
 def test_from_a_folder_to_a_folder(tmp_path: Path, base: Path, plan: str, way: str) -> None:
     config = folder_config(tmp_path, PLANS[plan], base=base)

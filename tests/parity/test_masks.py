@@ -56,19 +56,26 @@ def train_masked(place: Place, configs: list[JobConfig]) -> list[Training]:
     return trainings
 
 
+JOBS = {name: debug_config({"parallelism": plan}) for name, plan in PLANS.items()}
+JOBS["fsdp4 in two microbatches"] = debug_config(
+    {"parallelism": PLANS["fsdp4"]}, {"training": {"local_batch_size": 1}}
+)
+SLOW = ("cp4 head-tail", "ddp4", "fsdp4", "tp4")
+
+
 @pytest.fixture(scope="module")
-def trained() -> dict[str, Training]:
-    jobs = [debug_config({"parallelism": plan}) for plan in PLANS.values()]
-    jobs.append(
-        debug_config({"parallelism": PLANS["fsdp4"]}, {"training": {"local_batch_size": 1}})
-    )
-    results = spawn(train_masked, 4, jobs, timeout_seconds=120)[0]
+def trained(request: pytest.FixtureRequest) -> dict[str, Training]:
+    """What the jobs of the tests that run did, and one process."""
+    tests = [item for item in request.session.items if item.originalname == "test_uneven_masks"]
+    names = sorted({test.callspec.params["plan"] for test in tests})
+    results = spawn(train_masked, 4, [JOBS[name] for name in names], timeout_seconds=120)[0]
     reference = spawn(train_masked, 1, [debug_config()], timeout_seconds=120)[0]
-    names = [*PLANS, "fsdp4 in two microbatches", "reference"]
-    return dict(zip(names, results + reference, strict=True))
+    return dict(zip([*names, "reference"], results + reference, strict=True))
 
 
-@pytest.mark.parametrize("plan", [*PLANS, "fsdp4 in two microbatches"])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in JOBS]
+)
 def test_uneven_masks(trained: dict[str, Training], plan: str):
     found = differences(trained[plan], trained["reference"])
     assert max(found.values()) < 1e-11

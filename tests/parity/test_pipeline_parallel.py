@@ -96,7 +96,8 @@ FOUR_RANKS = {
 SLOW = (
     *("LoopedBFS", "four stages a rank", "as many microbatches as stages", "one microbatch"),
     *("accumulation under a split backward", "uneven stages", "selective AC", "compile"),
-    *("TP", "FSDP, interleaved"),
+    *("full AC", "InterleavedZeroBubble", "given parts"),
+    *("TP", "FSDP, interleaved", "DDP, accumulation"),
 )
 EIGHT_RANKS = {
     "HSDP": pipelined(batch=2, **SHARD, **REPLICATE),
@@ -235,14 +236,22 @@ def _draw(place: Place, configs: dict[str, JobConfig]) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def drawn() -> list[dict[str, list[Any]]]:
+def drawn(request: pytest.FixtureRequest) -> list[dict[str, list[Any]]]:
     small: Sections = {"parallelism": {"tensor_parallel_degree": 2}, "model": {"num_layers": 4}}
-    pipelines = {name: pipelined(name, microbatch_size=2) for name in DRAWN}
+    tests = [item for item in request.session.items if "drawn" in item.fixturenames]
+    names = sorted({test.callspec.params["name"] for test in tests})
+    pipelines = {name: pipelined(name, microbatch_size=2) for name in names}
     configs = {name: debug_config(JOB, one, small) for name, one in pipelines.items()}
     return spawn(_draw, 4, configs, timeout_seconds=200)
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("Interleaved1F1B", "ZB-H1")))
+        for name in DRAWN
+    ],
+)
 def test_every_rank_has_its_row_its_name_and_what_it_sent(
     drawn: list[dict[str, list[Any]]], name: str
 ) -> None:

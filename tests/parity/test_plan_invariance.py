@@ -14,6 +14,8 @@ from titanlite.tools.verify.verify import Verifier
 
 TOLERANCE = 1e-11
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+# Others have all that is in them.
+SLOW = ("compile", "cp2_fsdp2", "cp2_tp2", "tp2_hsdp")
 
 
 def assert_invariant(training: Training, reference: Training, tolerance: float) -> None:
@@ -31,7 +33,13 @@ def verifier() -> Iterator[Verifier]:
 
 
 @pytest.mark.parametrize("steps", [FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] * (path.stem in SLOW), id=path.stem)
+        for path in CONFIGS
+    ],
+)
 def test_every_shipped_plan(verifier: Verifier, path: Path, steps: int):
     # Images are replaced, since their files may not be here; and without inductor's time.
     changes = ["--training.dataset=synthetic", "--training.dataset_path=none"]
@@ -97,19 +105,30 @@ def batch_of(plan: dict[str, int]) -> dict[str, dict[str, int]]:
     return {"training": {"local_batch_size": 2 if replicas == 4 else 4}}
 
 
-def test_mixed_precision_is_as_near_to_float32_as_one_process_is():
+PP2 = {"pipeline_parallel_degree": 2}
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        [{"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}],
+        pytest.param(
+            [
+                {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
+                PP2 | {"data_parallel_shard_degree": 2},
+                PP2 | {"context_parallel_degree": 2},
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_mixed_precision_is_as_near_to_float32_as_one_process_is(plans: list[dict[str, int]]):
     """bfloat16 rounds differently under every plan; none may be further off than one process."""
     float32 = {"training": {"dtype": "float32", "steps": 3}}
     bfloat16 = {"training": {"dtype": "float32", "mixed_precision_param": "bfloat16", "steps": 3}}
     exact, own = train([debug_config(float32), debug_config(bfloat16)])
     own_error = max(difference(own.weights[name], exact.weights[name]) for name in exact.weights)
     assert own_error > 1e-6, "nothing was computed in bfloat16"
-    plans = [
-        {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
-        {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
-        {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
-        {"pipeline_parallel_degree": 2, "context_parallel_degree": 2},
-    ]
     jobs = [debug_config(bfloat16, {"parallelism": plan}, batch_of(plan)) for plan in plans]
     for training in train(jobs):
         error = max(difference(training.weights[n], exact.weights[n]) for n in exact.weights)

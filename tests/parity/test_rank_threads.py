@@ -49,7 +49,9 @@ def train(folder: Path, plan: str, *more: dict[str, Any]) -> titanlite.callbacks
     return titanlite.train(merged(TINY, job, *more))
 
 
-@pytest.mark.parametrize("plan", ["PP, CP", "DDP", pytest.param("TP, FSDP", marks=SLOW)])
+@pytest.mark.parametrize(
+    "plan", ["PP, CP", *(pytest.param(n, marks=SLOW) for n in ("DDP", "TP, FSDP"))]
+)
 def test_losses_are_those_of_processes(tmp_path: Path, plan: str) -> None:
     threads = train(tmp_path / "threads", plan, THREADS)
     processes = train(tmp_path / "processes", plan)
@@ -183,6 +185,7 @@ def test_the_debugger_of_a_rank_opens_where_it_waits_for_one_that_failed(tmp_pat
     assert "rank 1 (dp_replicate 1) has failed with" in shown
 
 
+@pytest.mark.slow
 def test_the_debugger_opens_where_no_rank_can_go_on(tmp_path: Path) -> None:
     """A collective of one rank in a loss, which is tried before the ranks need each other."""
     shown = debug(tmp_path, "dist.all_reduce(torch.ones(3))", "p outputs.dim()\nothers\nq\n")

@@ -439,7 +439,7 @@ def wrapped_errors(place: Place, wrapping: str) -> tuple[float, int]:
         ("apply_ac by operator", 1),
         ("compile", 1),
         pytest.param("inductor", 1, marks=pytest.mark.slow),
-        ("compiled checkpoint", 2),
+        pytest.param("compiled checkpoint", 2, marks=pytest.mark.slow),
         ("compiled selective checkpoint", 1),
     ],
 )
@@ -492,9 +492,8 @@ def check_operator(world: World, rotate_method: str) -> None:
             )
 
 
-@pytest.mark.parametrize(
-    "rotate_method", ["alltoall", pytest.param("allgather", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rotate_method", ["alltoall", "allgather"])
 def test_operator_keeps_the_rules_of_custom_operators(rotate_method):
     on_ranks(check_operator, 2, rotate_method)
 

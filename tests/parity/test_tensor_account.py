@@ -31,14 +31,14 @@ IN_A_V = PP | {"pipeline_parallel_schedule": "ZBVZeroBubble"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "parameters of the root, PP": ("scaled", PP),
     "a scalar, FSDP": ("scaled", SHARD),
-    "a scalar, DDP": ("scaled", REPLICATE),
     "uncovered, whole activations": ("scaled", TP),
     "uncovered, sequence parallel": ("scaled_sp", TP),
     "experts, sequence parallel": ("mixture_sp", TP),
-    "experts spread, whole activations": ("mixture", TP | EP),
     "a parameter that no stage uses": ("unused", PP),
 }
 MORE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a scalar, DDP": ("scaled", REPLICATE),
+    "experts spread, whole activations": ("mixture", TP | EP),
     "two stages a rank": ("scaled", IN_A_V),
     "logits gathered": ("scaled_sp", TP | {"disable_loss_parallel": True}),
     "experts, whole activations": ("mixture", TP),

@@ -55,11 +55,11 @@ FLOAT8: Sections = {
 ASYNC = {"enable_async_tensor_parallel": True}
 PLANS: dict[str, JobConfig] = {
     "tied, TP, CP": job("llama3 tied", TP | CP | STRIPED, WHOLE_BATCH, BY_OPERATOR),
-    "tied, PP in a V": job("llama3 tied", PP | TP | schedule("ZBVZeroBubble"), WHOLE_BATCH),
     "gpt2, PP, CP": job("gpt2", PP | CP, WHOLE_BATCH),
-    "gpt2, TP, FSDP": job("gpt2", TP | SHARD | ASYNC, OFFLOAD),
 }
 SLOW_PLANS: dict[str, JobConfig] = {
+    "gpt2, TP, FSDP": job("gpt2", TP | SHARD | ASYNC, OFFLOAD),
+    "tied, PP in a V": job("llama3 tied", PP | TP | schedule("ZBVZeroBubble"), WHOLE_BATCH),
     "TP 4, float8": job("llama3", {"tensor_parallel_degree": 4}, WHOLE_BATCH, FLOAT8),
     "TP, CP, compile": job("llama3", TP | CP, WHOLE_BATCH, COMPILE, BY_OPERATOR),
     "tied, TP, compile": job("llama3 tied", TP, WHOLE_BATCH, COMPILE),

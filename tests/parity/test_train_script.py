@@ -352,7 +352,7 @@ def test_compiling_without_a_compiler_is_one_line(tmp_path):
     [
         (signal.SIGINT, True, 130, "stopped by SIGINT\n"),
         (signal.SIGTERM, False, 143, "stopped by SIGTERM\n"),
-        (signal.SIGKILL, False, -9, ""),
+        pytest.param(signal.SIGKILL, False, -9, "", marks=pytest.mark.slow),
     ],
     ids=["ctrl-c", "sigterm", "sigkill"],
 )
@@ -440,7 +440,7 @@ RANDOM = """\
 
 @pytest.mark.parametrize(
     ("num_ranks", "has_torchrun"),
-    [(1, False), (2, True), pytest.param(1, True, marks=pytest.mark.slow)],
+    [(1, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 2))],
 )
 def test_every_way_to_start_draws_the_same_random_numbers(own_folder, num_ranks, has_torchrun):
     """torchrun, ranks of the fork server and one process: losses are equal bit by bit."""

@@ -148,6 +148,7 @@ CASES = [
         r"layers.0.w2 is the first module .* Summed over tp, the output is correct: it is a "
         r'Partial .*output layout that reduces it over tp .*"layers.\*.w2": RowwiseParallel',
         OWN,
+        is_slow=True,
     ),
     Case(bugs.positions_from_zero, CP, "positions are wrong under context parallelism"),
     Case(
@@ -177,12 +178,14 @@ CASES = [
         CP,
         r"layers\.0\.attention\.inner is the first module in forward order whose output differs",
         LLAMA3,
+        is_slow=True,
     ),
     Case(
         bugs.padding_counts_as_classes,
         TP,
         "every module output agrees, .* but the loss is .* the loss function, its targets or",
         LLAMA3,
+        is_slow=True,
     ),
     Case(
         bugs.positions_from_zero_in_the_model,
@@ -266,6 +269,7 @@ CASES = [
         {**TP, **RINGS},
         r"layers.0.attention.wo is the first module .* on rank 1 only \(tp 1\).*"
         r"RowwiseLocal\(scatter_dim=0\) as a ring",
+        is_slow=True,
     ),
     Case(
         bugs.halved_on_one_rank,
@@ -325,6 +329,7 @@ CASES = [
         "layers.0.attention.wo scales its input with one scale, but its recipe rowwise needs one "
         "scale per row, on every rank",
         float8("rowwise"),
+        is_slow=True,
     ),
     Case(
         bugs.shared_experts_gradient_not_reduced,
@@ -333,6 +338,7 @@ CASES = [
         r"differs, .* layers.2.moe.shared_experts returns it, .* If it gathers its input over tp, "
         r"each rank has only its share of that gradient: sum it over tp",
         EXPERTS_WHOLE,
+        is_slow=True,
     ),
     Case(
         bugs.bias_added_before_the_sum,
@@ -369,6 +375,7 @@ CASES = [
         r"6 of 38 gradients \(layers.1.moe.experts.w1, .*\) are 2 times as large as on one "
         "process, and 2 is .* the degree of ep: they are summed or multiplied by it once too often",
         EXPERTS,
+        is_slow=True,
     ),
     Case(
         bugs.experts_left_out_of_the_norm,
@@ -383,6 +390,7 @@ CASES = [
         "the auxiliary loss is 0.25 times as large as on one process, although every token goes to "
         "the same experts as there: 0.25 is 1 over the number of sequences of a microbatch",
         EXPERTS,
+        is_slow=True,
     ),
     Case(
         bugs.counted_in_the_forward_pass,
@@ -393,6 +401,7 @@ CASES = [
             EXPERTS,
             {"model": {"moe_sequence_loss_coeff": 0.0}, "activation_checkpoint": {"mode": "full"}},
         ),
+        is_slow=True,
     ),
     Case(
         bugs.bias_updated_every_microbatch,
@@ -422,6 +431,7 @@ CASES = [
         "layers.1.moe routes every token as one process does, .* but the output of "
         "layers.1.moe.experts differs, .* Check the offset of each rank's first expert",
         EXPERTS,
+        is_slow=True,
     ),
     Case(
         bugs.combined_in_another_order,

@@ -22,7 +22,7 @@ from titanlite.tools.planner.segments import P2P, Shared
 from titanlite.tools.planner.trace import trace_rank
 
 CONFIGS = Path(__file__).parents[4] / "configs"
-QUICK = ("tp2_fsdp2", "pp2_fsdp2", "float8", "finetune")
+QUICK = ("pp2_fsdp2", "float8")
 # cifar10 needs its data set.
 SLOW = sorted({path.stem for path in CONFIGS.glob("*.toml")} - {*QUICK, "cifar10"})
 
