@@ -80,6 +80,8 @@ def first_difference(e: Evidence) -> Iterator[str]:
         code += arranged[:1].upper() + arranged[1:]
     line = e.completed or line
     lines = [line or f"the code there{code}"] if line or code else []
+    if _carried(e, first, outputs):
+        lines = []
     parts += lines * is_between
     if e.reference_trace is not None and e.reference_trace.num_left_out:
         parts.append(f"{e.reference_trace.num_left_out} tensors were too large to compare")
@@ -91,7 +93,7 @@ def first_difference(e: Evidence) -> Iterator[str]:
             f"{describe_event(odd[0] if odd else first)} has the rows or columns of one process in "
             "another order: if that is not intended, the error is there"
         )
-    how = list(_how_it_runs(e, first, outputs))
+    how = list(_how_it_runs(e, first, outputs)) or list(_one_sided(e, first, outputs, line))
     details = how or list(_details(e, first, outputs)) or list(_other_samples(e, first))
     parts += details
     parts += _of_module(e, first, outputs)
@@ -178,7 +180,7 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
         is_one = len(one.wrong_calls) == 1
         yield (
             f"only microbatch{'' if is_one else 'es'} {listed(one.wrong_calls)} of {one.num_calls} "
-            f"{'differs' if is_one else 'differ'} (counted from 0)"
+            f"{'differs' if is_one else 'differ'} (counted from 0)" + _carried(e, first, outputs)
         )
     if outputs.keys() <= {t.rank for t in e.watched if first in t.outdated}:
         yield (
@@ -218,6 +220,21 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
         yield f"it is {times(factor)} as large as on one process{e.equals(factor)}"
 
 
+def _carried(e: Evidence, first: str, ranks: Collection[int]) -> str:
+    """What a microbatch reads that an earlier one has left, where a tensor differs; or ""."""
+    calls = [called_by(first), *reversed(around(module_of(first)))]
+    found = [
+        t.carried[call] for t in e.watched if t.rank in ranks for call in calls if call in t.carried
+    ]
+    if not found:
+        return ""
+    line, source = found[0]
+    return (
+        f". There {line} reads what an earlier microbatch has left in {source}: keep this for each "
+        "microbatch, or its samples, alone"
+    )
+
+
 def _how_it_runs(e: Evidence, first: str, ranks: Collection[int]) -> Iterator[str]:
     """Whether a module runs in another mode than on one process, or what is in it never runs."""
     known, module = e.reference_trace, module_of(first)
@@ -234,6 +251,23 @@ def _how_it_runs(e: Evidence, first: str, ranks: Collection[int]) -> Iterator[st
     idle = [name for name in own[0].idle if name.startswith(f"{module}.") and name not in others]
     if idle := [name for name in idle if name in e.forward_order]:
         yield f"inside it, {listed(idle, 3)} {'run' if idle[1:] else 'runs'} only on one process"
+
+
+def _one_sided(e: Evidence, first: str, ranks: Collection[int], said: str) -> Iterator[str]:
+    """What one side alone computes where a tensor differs, unless that is `said`."""
+    call = around(module_of(first))[-1] if is_input(first) and module_of(first) else first
+    yield from (
+        text for text in one_sided(e, call, ranks) if text.partition(", in ")[2] not in said
+    )
+
+
+def one_sided(e: Evidence, call: str, ranks: Collection[int]) -> Iterator[str]:
+    """What the code of a call computes on one process alone, or on ranks alone."""
+    own = [trace for trace in e.watched if trace.rank in ranks]
+    for operator, line in [t.left_out[call] for t in own if call in t.left_out][:1]:
+        yield f"one process computes {operator} there, and these ranks do not, in {line}"
+    for operator, line in [t.added[call] for t in own if call in t.added][:1]:
+        yield f"these ranks compute {operator} there, and one process does not, in {line}"
 
 
 def _where(e: Evidence, places: Mapping[int, str]) -> Iterator[str]:

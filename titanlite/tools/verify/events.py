@@ -108,6 +108,7 @@ class Events:
                 if self.at_start is not None and not self._is_left_out:
                     with self._own_code():
                         self.start, self.at_start = self.at_start(), None
+                self.values.num_passes += not self._is_left_out
             if self._is_left_out:
                 return None
             if not module.training:
@@ -269,8 +270,7 @@ class Events:
 
         What is recomputed runs in the backward pass, but is not its code.
         """
-        is_again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-        line = "" if self._is_own or is_again else line_of_caller(foreign)
+        line = "" if self._is_own or _is_again() else line_of_caller(foreign)
         if line:
             self._now[line] = None
         return line
@@ -295,6 +295,17 @@ class Events:
             return self.values.complete(operator, given, result)
         return result
 
+    def note_again(self, foreign: tuple[str, ...], operator: Any, result: Any) -> None:
+        """Compare what an operator returns that the backward pass computes again."""
+        if not self._is_own and (line := line_of_caller(foreign)):
+            with self._own_code():
+                self.values.note_again(line, operator, result)
+
+
+def _is_again() -> bool:
+    """Whether a backward pass computes again what the forward pass did."""
+    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+
 
 class Watch(TorchDispatchMode):
     """Notes the line of the caller's code, outside the folders `foreign`, at every operator, and
@@ -314,6 +325,8 @@ class Watch(TorchDispatchMode):
             self.kept.has_exchanged = True
         if line and self.keeps_values:
             result = self.kept.note_value(line, func, (args, kwargs), result)
+        elif self.keeps_values and _is_again():
+            self.kept.note_again(self.foreign, func, result)
         return result
 
 

@@ -388,6 +388,16 @@ class RankTrace:
     """What has a gradient for which the backward pass called a collective."""
     without_gradient: tuple[str, ...] = ()
     """A call, its line whose result has a gradient on one process alone, and what reads it."""
+    recomputed_apart: tuple[str, ...] = ()
+    """Lines that the backward pass computes again, with other values than in the forward pass."""
+    carried: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Call -> a line in it that reads what an earlier microbatch computes, and in which line."""
+    left_out: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Call of a module -> an operator in it that one process alone runs, and its line."""
+    added: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The same for one that only this rank runs."""
+    drawn: tuple[str, ...] = ()
+    """The lines of the optimizer's step that draw random numbers."""
     outdated: frozenset[str] = frozenset()
     """What agrees with a model that has weights of before the last update."""
 

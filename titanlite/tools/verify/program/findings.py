@@ -16,6 +16,8 @@ from titanlite.tools.verify.dataflow import (
     describe_event,
     explain_backward,
     explain_missing,
+    first_wrong,
+    one_sided,
     outputs_agree,
 )
 from titanlite.tools.verify.diagnose import diagnose
@@ -207,6 +209,31 @@ def explain_step_of_local_gradients(e: PartEvidence) -> Iterator[str]:
             "the weights are equal on all ranks: the optimizer's step exchanges them. The weights "
             "are not those of one process, so what the step does with them is wrong"
             + (f". {change}" if change else ": look at what it averages, and by what it scales")
+            + (f". {drawn}" if (drawn := _drawn(e)) else "")
+        )
+
+
+def _drawn(e: PartEvidence) -> str:
+    """Whether the optimizer's step draws random numbers, on which ranks; "" if not."""
+    lines = {trace.rank: trace.drawn for trace in e.watched if trace.drawn}
+    if not lines:
+        return ""
+    return (
+        f"The step draws random numbers, in {listed(next(iter(lines.values())), 2)}, "
+        f"{e.where(lines)}: where ranks add up what has such numbers in it, they are there once "
+        "for each rank. Add them on one rank, or after the sum"
+    )
+
+
+def explain_recomputed_lines(e: PartEvidence) -> Iterator[str]:
+    """Lines that the backward pass computes again, with other values than in the forward pass."""
+    apart = {trace.rank: trace.recomputed_apart for trace in e.watched if trace.recomputed_apart}
+    if apart and e.failed("gradient") and not first_wrong(e):
+        yield (
+            f"the backward pass computes {next(iter(apart.values()))[0]} again, and with other "
+            f"values than in the forward pass, {e.where(apart)}: what it is given is not what the "
+            "forward pass had. Look at what is kept for it (only a part, another mask, a buffer "
+            "that has changed since)"
         )
 
 
@@ -596,6 +623,8 @@ def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
         last = e.forward_order[-1:] or ("",)
         if not line and any(last[0] in t.events and t.events[last[0]].is_padded for t in e.traces):
             line = f"{describe_event(last[0])}, which it reads, has {PADDING}"
+        more = [one for one in one_sided(e, "", [run.rank for run in e.runs]) if one not in line]
+        line = ". ".join(filter(None, [line, *(one[:1].upper() + one[1:] for one in more)]))
         for sentence in explain_loss(e):
             yield f"{sentence}. {line[:1].upper()}{line[1:]}" if line else sentence
 
@@ -608,6 +637,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_frozen,),
     (explain_missing,),
     (explain_recomputation,),
+    (explain_recomputed_lines,),
     (explain_forward,),
     (explain_ties,),
     (explain_microbatches, explain_previous),

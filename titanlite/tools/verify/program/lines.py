@@ -20,8 +20,9 @@ from torch import Tensor
 
 from titanlite.tools.verify.agreement import agreement, without_padding
 from titanlite.tools.verify.evidence import EXPLAINED
+from titanlite.tools.verify.program.call_contents import ARRANGE
 from titanlite.tools.verify.program.code_trace import CodeTracer
-from titanlite.tools.verify.program.values import RANDOM, Place, Values, load_values
+from titanlite.tools.verify.program.values import RANDOM, Place, Values
 from titanlite.tools.verify.record import WrongLine
 from titanlite.tools.verify.tracing import gathered, sum_over_axes
 
@@ -32,13 +33,6 @@ MOST_LINES = 24
 
 # Also with padding.
 RIGHT = ("right", "padded")
-# Operators that compute nothing.
-ARRANGE = (
-    *("view", "_unsafe_view", "reshape", "transpose", "t", "permute", "clone", "alias", "split"),
-    *("split_with_sizes", "chunk", "slice", "select", "unbind", "index", "cat", "stack", "expand"),
-    *("squeeze", "unsqueeze", "flatten", "unflatten", "contiguous", "index_select", "as_strided"),
-    "lift_fresh",
-)
 # Arguments that need no name.
 UNNAMED = ("self", "other", "value", "exponent")
 
@@ -47,12 +41,11 @@ Pair = tuple[Tensor, Tensor, tuple[int, int]]
 
 
 def wrong_lines(
-    tracer: CodeTracer, values: Values, folder: str, num_microbatches: int
+    tracer: CodeTracer, values: Values, known: Values, num_microbatches: int
 ) -> tuple[tuple[WrongLine, ...], tuple[str, ...]]:
-    """The first values that are wrong on some rank, beside those that the reference has saved in
-    `folder`, and what `_without_gradient` finds; every rank of the world must call this.
+    """The first values that are wrong on some rank, beside the reference's, and what
+    `_without_gradient` finds; every rank of the world must call this.
     """
-    known = load_values(folder)
     others, instead = _counterparts(values, known)
     pairs = _pairs(values, known, others, num_microbatches)
     judged = {values.places[number]: _state(tracer, *pair) for number, pair in pairs.items()}
@@ -104,7 +97,8 @@ def _counterparts(values: Values, known: Values) -> tuple[dict[int, int], dict[i
         # The last operands without a counterpart, of lines that only one side runs.
         here = [one for one in values.sources[number] if one not in found]
         there = [one for one in known.sources[other] if one not in taken]
-        if len(here) == len(there) == 1 and values.places[here[0]][0] not in known.of:
+        is_new = all(one not in instead and values.places[one][0] not in known.of for one in here)
+        if len(here) == len(there) == 1 and is_new:
             found[here[0]] = there[0]
             taken.add(there[0])
     return found, {n: o for n, o in instead.items() if n not in found and o not in found.values()}
@@ -393,7 +387,10 @@ class _Search:
             if source in seen:
                 continue
             seen.add(source)
-            if values.places[source] in self.states:
+            place = values.places[source]
+            is_right = place not in self.wrong or place in self.shares
+            # What is wrong in a line that only this code runs is so for what that reads.
+            if place in self.states and (is_right or place[0] in self.known.of):
                 found.append(source)
             else:
                 stack += values.sources[source]

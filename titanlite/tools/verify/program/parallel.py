@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite import pickles
 from titanlite.errors import ConfigError
@@ -24,15 +25,16 @@ from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import fsdp_groups, local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending
-from titanlite.tools.verify.events import Events, Watch
+from titanlite.tools.verify.events import FOREIGN, Events, Watch, line_of_caller
 from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
+from titanlite.tools.verify.program.call_contents import added, carried, left_out
 from titanlite.tools.verify.program.code_trace import CodeTracer, same_rows, save_part
 from titanlite.tools.verify.program.lines import wrong_lines
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.program.values import Place
+from titanlite.tools.verify.program.values import RANDOM, Place, load_values
 from titanlite.tools.verify.program.weights import changed, fingerprint, save_update
 from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
@@ -178,6 +180,8 @@ class _Measuring:
             perturbation.restore()
             if step == self.watched:
                 run.traces[step] = self._lines(tracer, kept, known)
+                if self.completed is None:
+                    run.traces[step].drawn = _drawn_by_step(built)
                 return run
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
@@ -235,9 +239,12 @@ class _Measuring:
             both = ((e, tracer.compare(e, kept.first[e], old[e])) for e in old.keys() & kept.first)
             trace.outdated = frozenset(e for e, one in both if one and not one[0].wrong_calls)
         trace.over_parts = kept.values.over_parts()
-        found = wrong_lines(tracer, kept.values, self.folder, number)
+        values, reference = kept.values, load_values(self.folder)
+        found = wrong_lines(tracer, values, reference, number)
         trace.wrong_lines, trace.without_gradient = found
-        trace.groups = {call: tuple(groups) for call, groups in kept.values.groups.items()}
+        trace.recomputed_apart, trace.carried = tuple(values.apart), carried(values, number)
+        trace.left_out, trace.added = left_out(values, reference), added(values, reference)
+        trace.groups = {call: tuple(groups) for call, groups in values.groups.items()}
         trace.exchanged = frozenset(kept.exchanged)
         return trace
 
@@ -367,6 +374,24 @@ class _Measuring:
             with contextlib.suppress(Exception):
                 trace.file = save_part(path, tracer, part, digest, names)
         return trace
+
+
+def _drawn_by_step(built: Built) -> tuple[str, ...]:
+    """The caller's lines that draw random numbers in the optimizer's step."""
+    found: dict[str, None] = {}
+
+    class Draws(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if str(func).removeprefix("aten.").startswith(RANDOM):
+                found[line_of_caller(FOREIGN)] = None
+            return func(*args, **(kwargs or {}))
+
+    with Draws():
+        built.clip()
+        built.optimizer.step()
+    return tuple(filter(None, found))
 
 
 def _unsynchronized(built: Built, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:

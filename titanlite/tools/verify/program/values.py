@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import is_pending
+from titanlite.tools.verify.agreement import agreement, is_pending
+from titanlite.tools.verify.evidence import EXPLAINED
 from titanlite.tools.verify.record import OVER_PARTS, Key, operator_of
 from titanlite.tools.verify.watching import group_of
 
@@ -58,8 +59,14 @@ class Values:
     """Call of a module -> the groups of ranks that exchange something inside it."""
     exchanged: set[int] = field(default_factory=set)
     """The values that a rank sends or receives."""
+    passes: list[int] = field(default_factory=list)
+    """The number of the forward pass, counted from 1, in which each value is computed."""
+    num_passes: int = 0
+    apart: list[str] = field(default_factory=list)
+    """Lines that the backward pass computes again, with other values than in the forward pass."""
     num_bytes: int = 0
     _makers: Any = field(default_factory=WeakTensorKeyDictionary)
+    _of_line: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def note(self, calls: Sequence[str], line: str, operator: Any, given: Any, result: Any) -> None:
         """Note the first tensor that an operator returns, inside calls of modules."""
@@ -76,8 +83,10 @@ class Values:
         is_free = all(leaf in self._makers for leaf in leaves) and not name.startswith(RANDOM)
         self.is_free.append(is_free and all(self.is_free[source] for source in sources))
         key = (calls[-1] if calls else "", line, str(operator))
+        self.passes.append(self.num_passes)
         self.places.append((key, len(self.of[key])))
         self.of[key].append(len(self.tensors))
+        self._of_line[key[1:]].append(len(self.tensors))
         for one in found:
             self._makers[one] = len(self.tensors)
         self.sources.append(tuple(sources))
@@ -87,6 +96,17 @@ class Values:
         self.numbers.append(_numbers_in(operator, given))
         graded = {self._makers[one] for one in leaves if one.requires_grad and one in self._makers}
         self.with_gradient.append(tuple(graded) if torch.is_grad_enabled() else None)
+
+    def note_again(self, line: str, operator: Any, result: Any) -> None:
+        """Note what an operator returns that is computed again in the backward pass."""
+        found = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), None)
+        if found is None or line in self.apart or operator.namespace in COMMUNICATION:
+            return
+        own = local_part(found.detach()).cpu()
+        forward = (self.tensors[number] for number in self._of_line[line, str(operator)][::-1])
+        same = [one for one in forward if one is not None and one.shape == own.shape]
+        if same and all(agreement(own, one, one).difference > EXPLAINED for one in same):
+            self.apart.append(line)
 
     def complete(self, operator: Any, given: Any, result: Any) -> Any:
         """The result of the operator noted last; over all ranks of a group, if it is to be."""
