@@ -690,7 +690,11 @@ def _of_gradient(e: Evidence, last: str, found: Mapping[int, Agreement]) -> str:
     if left < EXPLAINED and not is_near(factor, 1.0):
         how = f"It is {factor:.6g} times as large as on one process" if factor else "It is zero"
         how += e.equals(factor)
-    if all(t.events[last].gradient_is_moved for t in e.traces if t.rank in found):
+    own_traces = [t for t in e.traces if t.rank in found]
+    if added := next(filter(None, (t.events[last].gradient_adds for t in own_traces)), None):
+        how = f"Microbatch {added[0]} has the gradient of microbatch {added[1]} in it, too: they "
+        how += "add up where both use one tensor. Clear its .grad, or give each one of its own"
+    elif all(t.events[last].gradient_is_moved for t in e.traces if t.rank in found):
         how = "It has the gradients of other rows of one process: those of another rank or "
         how += "microbatch, or its own in another order"
     places = {t.rank: t.events[last].gradient_places for t in e.traces if t.rank in found}

@@ -106,7 +106,7 @@ class Events:
                 is_other = not torch.is_grad_enabled() or _infers_shapes()
                 self._is_left_out = self.is_training and is_other
                 if self.at_start is not None and not self._is_left_out:
-                    with self._own_code():
+                    with self.own_code():
                         self.start, self.at_start = self.at_start(), None
                 self.values.num_passes += not self._is_left_out
             if self._is_left_out:
@@ -116,7 +116,7 @@ class Events:
         elif _infers_shapes():
             # What is recomputed must do what the forward pass did.
             return None
-        with self._own_code():
+        with self.own_code():
             aliases: dict[int, Tensor] = {}
             for argument, value in tensors_of(module, args, kwargs):
                 read = torch.ops.aten.alias(value) if _can_be_aliased(value) else value
@@ -153,7 +153,7 @@ class Events:
             # DTensor reduces a Partial where it is used: its local part equals nothing.
             num_calls[name] += not is_again
             return
-        with self._own_code():
+        with self.own_code():
             if is_again:
                 self.again[name].append(local_part(value.detach()).detach().cpu().clone())
                 return
@@ -224,7 +224,7 @@ class Events:
         now = local_part(value.detach())
 
         def keep_gradient(gradient: Tensor) -> None:
-            with self._own_code():
+            with self.own_code():
                 self.arrived.add(event)
                 if self.has_exchanged:
                     self.exchanged.add(event)
@@ -253,7 +253,8 @@ class Events:
                 stack += [before for before, _ in node.next_functions]
 
     @contextlib.contextmanager
-    def _own_code(self) -> Iterator[None]:
+    def own_code(self) -> Iterator[None]:
+        """Inside, no line and no value is noted."""
         before, self._is_own = self._is_own, True
         try:
             yield
@@ -298,7 +299,7 @@ class Events:
     def note_again(self, foreign: tuple[str, ...], operator: Any, result: Any) -> None:
         """Compare what an operator returns that the backward pass computes again."""
         if not self._is_own and (line := line_of_caller(foreign)):
-            with self._own_code():
+            with self.own_code():
                 self.values.note_again(line, operator, result)
 
 

@@ -300,6 +300,8 @@ class ModuleOutput:
     """Whether each is a multiple of its own, with a factor of its own."""
     gradient_places: str = ""
     """The same for its gradient."""
+    gradient_adds: tuple[int, int] | None = None
+    """A microbatch whose gradient has that of another in it, and the other."""
     is_overwritten: bool = False
     """Whether something wrote into it between forward and backward pass."""
     gradient_is_moved: bool = False
@@ -390,6 +392,8 @@ class RankTrace:
     """A call, its line whose result has a gradient on one process alone, and what reads it."""
     recomputed_apart: tuple[str, ...] = ()
     """Lines that the backward pass computes again, with other values than in the forward pass."""
+    overwritten: tuple[str, ...] = ()
+    """Lines that save for the backward pass what is another tensor when that reads it."""
     carried: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Call -> a line in it that reads what an earlier microbatch computes, and in which line."""
     left_out: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -429,6 +433,8 @@ class CodeRun(RankRun):
     """Step -> weights that are others at its first forward pass than after the step before."""
     averages: bool = False
     """Whether a module is one of DDP or FSDP, which average gradients."""
+    shuffled: tuple[str, ...] = ()
+    """Starting weights with the elements of the reference's, in another order."""
     in_other_order: tuple[str, ...] = ()
     """Starting weights that differ, but have rows of the reference's, in another order."""
     updates: dict[int, str] = field(default_factory=dict)

@@ -187,6 +187,8 @@ class Tracer(abc.ABC):
                 own, part = pairs[0][0] / factors[0], pairs[0][1]
                 most = self.tolerance_of(own) * part.abs().max().item()
                 found[event].gradient_places = wrong_places(own, part, most)
+            if is_wrong and len(pairs) > 1:
+                found[event].gradient_adds = _adds_others(pairs)
             found[event].gradient_is_moved = is_wrong and all(
                 self.has_rows_of(own / factor, whole, (index, len(pairs)))
                 for index, ((own, _), whole, factor) in enumerate(
@@ -325,6 +327,20 @@ class Tracer(abc.ABC):
             shapes = [of_rank[event][1] if event in of_rank else None for of_rank in everyone]
             sums = sum_over_axes(self.subject, shapes, gradient)
             trace.summed_backward[event] = {axis: compare(one) for axis, one in sums.items()}
+
+
+def _adds_others(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[int, int] | None:
+    """A microbatch whose gradient has that of another in it, and nothing else, and the other."""
+    if len({part.shape for _, part in pairs}) > 1 or pairs[0][1].numel() < 2 * len(pairs):
+        return None
+    parts = torch.stack([part.double().flatten() for _, part in pairs], 1)
+    for index, (own, _) in enumerate(pairs):
+        counts = torch.linalg.lstsq(parts, own.double().flatten()[:, None]).solution
+        left = (parts @ counts - own.double().flatten()[:, None]).norm() / parts.norm()
+        others = [n for n, count in enumerate(counts.flatten().tolist()) if abs(count) > EXACT]
+        if left < EXACT and index in others and len(others) > 1:
+            return index, next(n for n in others if n != index)
+    return None
 
 
 def _if_too_large(calls: Sequence[Tensor], known: Any, shape: torch.Size) -> ModuleOutput | None:

@@ -92,7 +92,7 @@ def carried(values: Values, num_microbatches: int) -> dict[str, tuple[str, str]]
 def _operators(values: Values) -> Operators:
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for (call, line, operator), _ in values.places:
-        if not operator.startswith(COMMUNICATION):
+        if not operator.startswith((*COMMUNICATION, "fsdp")):
             name = operator_of((call, line, operator)).rstrip("_")
             found[call].setdefault("masked_fill" if name in MASKS else name, line)
     return found

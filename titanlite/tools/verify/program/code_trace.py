@@ -448,6 +448,13 @@ def same_rows(own: Tensor, whole: Tensor) -> bool:
     return _find_rows(part, whole, 0.0) is not None
 
 
+def has_elements_of(own: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor has the elements of another, in any order."""
+    part = local_part(own.detach()).cpu()
+    is_same = part.numel() == whole.numel() and part.numel() > 1
+    return is_same and torch.equal(part.flatten().sort().values, whole.flatten().sort().values)
+
+
 def _rows_or_zero(whole: Tensor, rows: Tensor) -> Tensor:
     return whole[rows.clamp(min=0)] * (rows >= 0).to(whole.dtype)[:, None]
 

@@ -225,8 +225,8 @@ def _drawn(e: PartEvidence) -> str:
     )
 
 
-def explain_recomputed_lines(e: PartEvidence) -> Iterator[str]:
-    """Lines that the backward pass computes again, with other values than in the forward pass."""
+def explain_kept(e: PartEvidence) -> Iterator[str]:
+    """What the backward pass computes again, or reads of the forward pass, with other values."""
     apart = {trace.rank: trace.recomputed_apart for trace in e.watched if trace.recomputed_apart}
     if apart and e.failed("gradient") and not first_wrong(e):
         yield (
@@ -235,9 +235,27 @@ def explain_recomputed_lines(e: PartEvidence) -> Iterator[str]:
             "forward pass had. Look at what is kept for it (only a part, another mask, a buffer "
             "that has changed since)"
         )
+    written = {trace.rank: trace.overwritten for trace in e.watched if trace.overwritten}
+    # That of what a module receives or returns is known with its name.
+    is_known = any(one.is_overwritten for trace in e.traces for one in trace.events.values())
+    if written and e.failed("gradient") and not first_wrong(e) and not is_known:
+        yield (
+            f"what {next(iter(written.values()))[0]} saves for the backward pass is overwritten "
+            f"before that reads it, {e.where(written)}. Autograd does not see it if a collective "
+            "writes there (dist.all_reduce changes its input), or an alias. Give that a copy"
+        )
 
 
 def explain_start_of_code(e: PartEvidence) -> Iterator[str]:
+    shuffled = {run.rank: run.shuffled for run in e.runs if isinstance(run, CodeRun)}
+    if names := {name for of_rank in shuffled.values() for name in of_rank}:
+        who, where = e.named(names, "parameter"), [r for r, own in shuffled.items() if own]
+        yield (
+            f"{who} {agree(who, 'start')} with the elements of the reference's in another order, "
+            f"{e.where(where)}: a tensor that is not contiguous, such as a transposed one, was "
+            "sent, or filled, in the order of its memory. Call contiguous() before a collective"
+        )
+        return
     order = {name for run in e.runs if isinstance(run, CodeRun) for name in run.in_other_order}
     for sentence in explain_start(e):
         if order:
@@ -637,7 +655,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_frozen,),
     (explain_missing,),
     (explain_recomputation,),
-    (explain_recomputed_lines,),
+    (explain_kept,),
     (explain_forward,),
     (explain_ties,),
     (explain_microbatches, explain_previous),

@@ -30,10 +30,16 @@ from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
 from titanlite.tools.verify.program.call_contents import added, carried, left_out
-from titanlite.tools.verify.program.code_trace import CodeTracer, same_rows, save_part
+from titanlite.tools.verify.program.code_trace import (
+    CodeTracer,
+    has_elements_of,
+    same_rows,
+    save_part,
+)
 from titanlite.tools.verify.program.lines import wrong_lines
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
+from titanlite.tools.verify.program.saved import watching_saved
 from titanlite.tools.verify.program.values import RANDOM, Place, load_values
 from titanlite.tools.verify.program.weights import changed, fingerprint, save_update
 from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep, RankTrace
@@ -220,6 +226,7 @@ class _Measuring:
             [RankStep(weights=weights)],
             places={name: one.place for name, one in held.items()},
             averages=any(map(_averages, every)),
+            shuffled=tuple(n for n in wrong if has_elements_of(held[n].parameter, start[n])),
             in_other_order=tuple(
                 name for name in wrong if same_rows(held[name].parameter, start[name])
             ),
@@ -242,7 +249,8 @@ class _Measuring:
         values, reference = kept.values, load_values(self.folder)
         found = wrong_lines(tracer, values, reference, number)
         trace.wrong_lines, trace.without_gradient = found
-        trace.recomputed_apart, trace.carried = tuple(values.apart), carried(values, number)
+        trace.recomputed_apart, trace.overwritten = tuple(values.apart), tuple(values.overwritten)
+        trace.carried = carried(values, number)
         trace.left_out, trace.added = left_out(values, reference), added(values, reference)
         trace.groups = {call: tuple(groups) for call, groups in values.groups.items()}
         trace.exchanged = frozenset(kept.exchanged)
@@ -266,6 +274,7 @@ class _Measuring:
             if step == self.watched:
                 exits.enter_context(Watch(kept, keeps_values=True))
                 exits.enter_context(listening(kept))
+                exits.enter_context(watching_saved(kept))
             yield
 
     def _compare_buffers(

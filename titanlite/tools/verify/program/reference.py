@@ -23,6 +23,7 @@ from titanlite.tools.verify.events import Events, Watch
 from titanlite.tools.verify.inspect_model import watched
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
 from titanlite.tools.verify.program.request import Request
+from titanlite.tools.verify.program.saved import watching_saved
 from titanlite.tools.verify.program.weights import changed, fingerprint
 from titanlite.tools.verify.record import (
     LEFT,
@@ -88,6 +89,7 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
                 exits.enter_context(subject.recorded(kept))
             if step == watched_step:
                 exits.enter_context(Watch(kept, keeps_values=True))
+                exits.enter_context(watching_saved(kept))
             loss = built.run_step(batch) or 0.0
         record.changed[step] = changed(after, kept.start)
         record.accumulated[step] = dict(kept.accumulated)

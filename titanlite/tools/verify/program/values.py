@@ -64,6 +64,8 @@ class Values:
     num_passes: int = 0
     apart: list[str] = field(default_factory=list)
     """Lines that the backward pass computes again, with other values than in the forward pass."""
+    overwritten: dict[str, None] = field(default_factory=dict)
+    """Lines that save for the backward pass what is another tensor when that reads it."""
     num_bytes: int = 0
     _makers: Any = field(default_factory=WeakTensorKeyDictionary)
     _of_line: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(list))

@@ -1,0 +1,43 @@
+"""On a rank: whether what autograd saves for the backward pass is still the same there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from titanlite.tools.verify.events import FOREIGN, Events, line_of_caller
+
+
+@contextlib.contextmanager
+def watching_saved(kept: Events) -> Iterator[None]:
+    """Inside, `kept.values` notes the lines of which the backward pass reads other values.
+
+    Autograd sees no change by a collective, or through an alias that it does not know. One process
+    must be watched, too: with hooks no operator `detach` is noted where a result is saved.
+    """
+
+    def pack(tensor: Tensor) -> tuple[Tensor, Tensor | None, str]:
+        # Buffers may change, and parameters may be freed in between.
+        if type(tensor) is not Tensor or not tensor.requires_grad or tensor.is_leaf:
+            return tensor, None, ""
+        with kept.own_code():
+            return tensor, tensor.detach().clone(), line_of_caller(FOREIGN)
+
+    def unpack(saved: Any) -> Tensor:
+        tensor, before, line = saved
+        with kept.own_code():
+            if line and tensor.untyped_storage().nbytes() and _has_changed(tensor, before):
+                kept.values.overwritten[line] = None
+        return tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _has_changed(tensor: Tensor, before: Tensor) -> bool:
+    # What was never written, as where a pipeline learns shapes, may be NaN.
+    return bool(((tensor != before) & (before == before)).any())
