@@ -248,7 +248,8 @@ def _draw(place: Place, configs: dict[str, JobConfig]) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def drawn(request: pytest.FixtureRequest) -> list[dict[str, list[Any]]]:
     small: Sections = {"parallelism": {"tensor_parallel_degree": 2}, "model": {"num_layers": 4}}
-    tests = [item for item in request.session.items if "drawn" in item.fixturenames]
+    of = "test_every_rank_has_its_row_its_name_and_what_it_sent"
+    tests = [item for item in request.session.items if item.originalname == of]
     names = sorted({test.callspec.params["name"] for test in tests})
     pipelines = {name: pipelined(name, microbatch_size=2) for name in names}
     configs = {name: debug_config(JOB, one, small) for name, one in pipelines.items()}
