@@ -252,8 +252,8 @@ def explain_start_of_code(e: PartEvidence) -> Iterator[str]:
         who, where = e.named(names, "parameter"), [r for r, own in shuffled.items() if own]
         yield (
             f"{who} {agree(who, 'start')} with the elements of the reference's in another order, "
-            f"{e.where(where)}: a tensor that is not contiguous, such as a transposed one, was "
-            "sent, or filled, in the order of its memory. Call contiguous() before a collective"
+            f"{e.where(where)}: as where a tensor that is not contiguous, such as a transposed "
+            "one, is sent or filled in the order of its memory. Call contiguous() before that"
         )
         return
     order = {name for run in e.runs if isinstance(run, CodeRun) for name in run.in_other_order}

@@ -216,6 +216,8 @@ class _Measuring:
     def _start_run(self, subject: Subject, start: Mapping[str, Tensor]) -> CodeRun:
         held, weights = subject.held, subject.compare_weights(start)
         wrong = [name for name, one in weights.items() if one.error and self.traces]
+        in_other_order = tuple(n for n in wrong if same_rows(held[n].parameter, start[n]))
+        others = [name for name in wrong if name not in in_other_order]
         every = (module for root in subject.modules for module in root.modules())
         return CodeRun(
             self.world.rank,
@@ -226,10 +228,8 @@ class _Measuring:
             [RankStep(weights=weights)],
             places={name: one.place for name, one in held.items()},
             averages=any(map(_averages, every)),
-            shuffled=tuple(n for n in wrong if has_elements_of(held[n].parameter, start[n])),
-            in_other_order=tuple(
-                name for name in wrong if same_rows(held[name].parameter, start[name])
-            ),
+            shuffled=tuple(n for n in others if has_elements_of(held[n].parameter, start[n])),
+            in_other_order=in_other_order,
         )
 
     def _lines(self, tracer: CodeTracer, kept: Events, known: Mapping[str, Any]) -> RankTrace:
