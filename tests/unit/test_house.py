@@ -27,7 +27,7 @@ TOOLS = ROOT / "titanlite/tools"
 # streams and gaps of a planned GPU, and a search that tries what is near the fastest plans, not all
 # (also with larger microbatches; tested on drawn hardware). The core, which has the first three of
 # these, experts and rings, stays below 34,000.
-CORE, LIBRARY, TESTS = 33_970, 82_445, 47_500
+CORE, LIBRARY, TESTS = 33_970, 82_450, 47_500
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
 GUIDES, PAGES = 25_720, 73_400
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.
