@@ -79,9 +79,8 @@ def first_difference(e: Evidence) -> Iterator[str]:
         code = f": {listed((*wrong_line.only_here[-MOST_LINES:], wrong_line.line))}. "
         code += arranged[:1].upper() + arranged[1:]
     line = e.completed or line
-    lines = [line or f"the code there{code}"] if line or code else []
-    if _carried(e, first, outputs):
-        lines = []
+    is_said = not (line or code) or _carried(e, first, outputs)
+    lines = [] if is_said else [line or f"the code there{code}"]
     parts += lines * is_between
     if e.reference_trace is not None and e.reference_trace.num_left_out:
         parts.append(f"{e.reference_trace.num_left_out} tensors were too large to compare")
@@ -230,8 +229,8 @@ def _carried(e: Evidence, first: str, ranks: Collection[int]) -> str:
         return ""
     line, source = found[0]
     return (
-        f". There {line} reads what an earlier microbatch has left in {source}: keep this for each "
-        "microbatch, or its samples, alone"
+        f". There {line} reads what an earlier microbatch has left in {source}: keep one of its "
+        "own for each microbatch"
     )
 
 

@@ -25,12 +25,10 @@ FREE = (
     *("dot", "linear", "matmul", "sum", "mean", "amax", "amin", "max", "min", "maximum", "minimum"),
     *("eq", "ne", "lt", "le", "gt", "ge", "any", "all", "arange", "fill", "copy", "_to_copy"),
     *("detach", "gather", "embedding", "remainder", "floor_divide", "bincount", "nonzero"),
-    *("repeat", "constant_pad_nd", "pad", "roll", "flip", "cumsum", "sort", "argsort", "item"),
-    *("_local_scalar_dense", "scalar_tensor", "lerp", "addcmul", "narrow", "movedim", "equal"),
+    *("repeat", "constant_pad_nd", "roll", "flip", "cumsum", "sort", "argsort"),
+    *("_local_scalar_dense", "scalar_tensor", "lerp", "addcmul", "equal"),
 )
-BEGINNINGS = (
-    *("new_", "zero", "one", "empty", "full", "scatter", "index_", "logical_", "bitwise_"),
-)
+BEGINNINGS = ("new_", "zero", "one", "empty", "full", "scatter", "index_", "logical_", "bitwise_")
 # What one may write out: with these operators, those.
 SOFTMAXES = ("_softmax", "_log_softmax", "logsumexp", "nll_loss_forward")
 NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from titanlite.tools.verify.events import FOREIGN, Events, line_of_caller
+from titanlite.tools.verify.program.values import MOST_BYTES, MOST_ELEMENTS
 
 
 @contextlib.contextmanager
@@ -20,10 +21,15 @@ def watching_saved(kept: Events) -> Iterator[None]:
     must be watched, too: with hooks no operator `detach` is noted where a result is saved.
     """
 
+    num_bytes = 0
+
     def pack(tensor: Tensor) -> tuple[Tensor, Tensor | None, str]:
+        nonlocal num_bytes
         # Buffers may change, and parameters may be freed in between.
-        if type(tensor) is not Tensor or not tensor.requires_grad or tensor.is_leaf:
+        is_other = type(tensor) is not Tensor or not tensor.requires_grad or tensor.is_leaf
+        if is_other or tensor.numel() > MOST_ELEMENTS or num_bytes > MOST_BYTES:
             return tensor, None, ""
+        num_bytes += tensor.numel() * tensor.element_size()
         with kept.own_code():
             return tensor, tensor.detach().clone(), line_of_caller(FOREIGN)
 

@@ -107,6 +107,8 @@ class Values:
         own = local_part(found.detach()).cpu()
         forward = (self.tensors[number] for number in self._of_line[line, str(operator)][::-1])
         same = [one for one in forward if one is not None and one.shape == own.shape]
+        # Memory that was never written, as where a pipeline learns shapes, may be NaN.
+        same = [] if own.isnan().any() else same
         if same and all(agreement(own, one, one).difference > EXPLAINED for one in same):
             self.apart.append(line)
 
