@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import num_keys_sent
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
@@ -328,7 +329,7 @@ def test_bytes_counted_where_they_are_sent(num_ranks):
         layout = make_layout(name, num_ranks)
         for rank in range(num_ranks):
             forward, backward = per_rank[rank][number]
-            keys_and_values = layout.num_keys_sent(rank, 8, causal) * key_elements
+            keys_and_values = num_keys_sent(layout, rank, 8, causal) * key_elements
             received = sum(
                 layout.num_keys_carried(layout.holder(rank, -hop), hop, 8, causal)
                 for hop in range(1, num_ranks)

@@ -244,11 +244,10 @@ class ThreadGroup(_ProcessGroup):
         done.has_happened = True
         return ThreadWork(self._exchange, done, [])
 
-    def abort(self) -> None:
-        """There is nothing to abort."""
-
     def shutdown(self) -> None:
-        """There is nothing to shut down."""
+        """There is nothing to shut down or to abort."""
+
+    abort = shutdown
 
     def set_timeout(self, timeout: Any) -> None:
         """A world of threads needs no timeout: it knows when no rank can go on."""
@@ -259,7 +258,7 @@ class ThreadGroup(_ProcessGroup):
         how = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
 
         def compute(everyone: list[list[Tensor]]) -> None:
-            for same in zip(*everyone, strict=True):
+            for same in zip(*(map(_in_memory, own) for own in everyone), strict=True):
                 total = _reduced(list(same), how)
                 for tensor in same:
                     _write(tensor, total)
@@ -275,13 +274,14 @@ class ThreadGroup(_ProcessGroup):
             for rank, own in enumerate(everyone):
                 for number, tensor in enumerate(own):
                     if rank != root or number != at:
-                        _write(tensor, everyone[root][at if len(own) == 1 else number])
+                        source = everyone[root][at if len(own) == 1 else number]
+                        _write(_in_memory(tensor), _in_memory(source))
 
         return self._join("broadcast", tensors, tensors, compute, tensors, root)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> ThreadWork:
         def compute(everyone: list[list[Tensor]]) -> None:
-            for same in zip(*everyone, strict=True):
+            for same in zip(*(map(_in_memory, own) for own in everyone), strict=True):
                 _write(same[opts.rootRank], _reduced(list(same), opts.reduceOp))
 
         return self._join("reduce", tensors, tensors, compute, tensors, opts.rootRank)
@@ -326,7 +326,7 @@ class ThreadGroup(_ProcessGroup):
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ThreadWork:
         def compute(everyone: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
             for part, (own, _) in zip(everyone[opts.rootRank][1][0], everyone, strict=True):
-                _write(own[0], part)
+                _write(_in_memory(own[0]), _in_memory(part))
 
         root = opts.rootRank
         return self._join("scatter", (outputs, inputs), outputs, compute, outputs, root)
@@ -382,6 +382,7 @@ class ThreadGroup(_ProcessGroup):
         def parts(tensor: Tensor, sizes: Sequence[int] | None) -> list[Tensor]:
             return list(tensor.split(list(sizes or [len(tensor) // self.size()] * self.size())))
 
+        _check_contiguous(given, "all_to_all_single")
         return self.alltoall(parts(output, output_sizes), parts(given, input_sizes), opts)
 
     alltoall_base = all_to_all_single
@@ -411,6 +412,7 @@ class ThreadGroup(_ProcessGroup):
         shared = self._exchange
         peer = source if to is None else to
         what = f"{'receive' if to is None else 'send'} of {_size(tensor)}"
+        _check_contiguous(tensor, what)
         peers = () if peer < 0 else (self.ranks[peer],)
         done = Happening(Message(what, peers, user_site(), self.label))
         own = _Message(tensor, source, done, _mark([tensor]))
@@ -536,14 +538,22 @@ def _parts(tensor: Tensor, number: int) -> list[Tensor]:
     return list(tensor.reshape(number, *shape).unbind())
 
 
+def _in_memory(tensor: Tensor) -> Tensor:
+    """As gloo and NCCL take it where they copy nothing: its elements in the order of its memory."""
+    return tensor if tensor.is_sparse else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _check_contiguous(tensor: Tensor, what: str) -> None:
+    """Those backends raise an error, too."""
+    if not tensor.is_contiguous():
+        raise TitanliteError(f"{what}: the tensor is not contiguous; call contiguous() before")
+
+
 def _write(tensor: Tensor, value: Tensor) -> None:
-    if tensor.is_sparse:
-        # Its `.data` would get the indices and values alone.
-        with torch.no_grad():
-            tensor.copy_(value.coalesce())
-        return
-    # Through `.data`: a backend's write does not count as a change that autograd would see.
-    tensor.data.copy_(value)
+    if tensor.is_sparse:  # Its `.data` would get the indices and values alone.
+        tensor.copy_(value.coalesce())
+    else:  # Through `.data`: a backend's write is no change that autograd would see.
+        tensor.data.copy_(value)
 
 
 def _reduced(tensors: list[Tensor], how: Any) -> Tensor:

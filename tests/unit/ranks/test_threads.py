@@ -122,7 +122,47 @@ def calls(world: World) -> dict[str, Any]:
     sharded = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
     results["DTensor"] = sharded.redistribute(mesh, [Replicate(), Shard(0)]).to_local()
     results["functional"] = (sharded @ sharded.T).full_tensor()
+    results |= calls_with_strides(world)
     dist.barrier()
+    return results
+
+
+def calls_with_strides(world: World) -> dict[str, Any]:
+    """Those of tensors whose memory has another order on every second rank, or gaps."""
+    size, rank = world.size, world.rank
+
+    def strided(*, gaps: bool = False) -> torch.Tensor:
+        if gaps:
+            return tensor(world, 3, 6)[:, ::2]
+        return tensor(world, 3, 3).t() if rank % 2 else tensor(world, 3, 3)
+
+    results: dict[str, Any] = {}
+    for gaps in (False, True):
+        x = strided(gaps=gaps)
+        dist.all_reduce(x)
+        results[f"all_reduce, gaps: {gaps}"] = x
+        x = strided(gaps=gaps)
+        dist.broadcast(x, src=2)
+        results[f"broadcast, gaps: {gaps}"] = x
+        x = strided(gaps=gaps)
+        dist.reduce(x, dst=1)
+        results[f"reduce, gaps: {gaps}"] = x if rank == 1 else None
+        x = strided(gaps=gaps)
+        dist.scatter(x, [one.t() for one in tensor(world, size, 3, 3)] if rank == 1 else None, 1)
+        results[f"scatter, gaps: {gaps}"] = x
+        parts = [strided(gaps=gaps) for _ in range(size)]
+        dist.all_gather(parts, strided(gaps=gaps))
+        results[f"all_gather, gaps: {gaps}"] = parts
+    x = tensor(world, size, size).t()
+    refused: dict[str, Callable[[], object]] = {
+        "send": lambda: dist.send(x, (rank + 1) % size),
+        "receive": lambda: dist.recv(x, (rank + 1) % size),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.empty_like(x), x),
+    }
+    for name, call in refused.items():
+        with pytest.raises((RuntimeError, ValueError, TitanliteError), match="contiguous"):
+            call()
+        results[f"{name} of what is not contiguous is refused"] = True
     return results
 
 

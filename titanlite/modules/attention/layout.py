@@ -143,8 +143,7 @@ class Layout(ABC):
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         """The tensor over the whole sequence from all shards, in rank order: undoes `shard`."""
         shuffled = torch.cat(tuple(shards), dim)
-        num_tokens = shuffled.size(dim)
-        held = [self.positions(rank, num_tokens) for rank in range(self.num_ranks)]
+        held = [self.positions(rank, shuffled.size(dim)) for rank in range(self.num_ranks)]
         return shuffled.index_select(dim, torch.cat(held).argsort().to(shuffled.device))
 
     def holder(self, key_rank: int, hop: int) -> int:
@@ -160,14 +159,6 @@ class Layout(ABC):
         holders = [self.holder(key_rank, later) for later in range(hop, self.num_ranks)]
         tiles = (tile for rank in holders for tile in self.tiles(rank, key_rank, n, causal))
         return max((tile.keys.stop for tile in tiles), default=0)
-
-    def num_keys_sent(self, rank: int, n: int, causal: bool) -> int:
-        """The number of keys (and values) that `rank` sends in the forward pass: at most (c - 1) n.
-
-        The backward pass transfers the same keys and values again, and their gradients.
-        """
-        hops = range(1, self.num_ranks)
-        return sum(self.num_keys_carried(self.holder(rank, 1 - h), h, n, causal) for h in hops)
 
 
 class HeadTail(Layout):
