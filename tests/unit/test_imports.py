@@ -153,7 +153,7 @@ WITH_TORCH = {
     "titanlite/tools/verify": (
         *("agreement", "cells", "formulas", "inspect_model", "job_trace", "opened", "events"),
         *("parts", "recurrence", "reload", "routing", "run", "sequences", "step_files"),
-        *("perturbation", "subject", "tracing", "watching"),
+        *("contents", "perturbation", "subject", "tracing", "watching"),
     ),
     "titanlite/tools/verify/program": (
         *("batches", "building", "code_trace", "lines", "local_parts", "parallel", "reference"),

@@ -60,6 +60,10 @@ class Traffic:
     reads: tuple[Read, ...] = ()
     unread: tuple[int, ...] = ()
     """The indices in `sent` of what has arrived and was gone before any operator read it."""
+    lost: tuple[tuple[str, str], ...] = ()
+    """The lines that bring some of these, with those that overwrite it."""
+    changed: tuple[tuple[str, str], ...] = ()
+    """Lines that read what is there no more, with the lines that have overwritten it."""
     part: str = ""
     """A digest of the rank's part of the batch."""
 

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import linecache
-import os
 import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -33,19 +30,10 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.modules.shards import local_part
-from titanlite.ranks.hang_state import TORCH, is_standard
 from titanlite.tools.verify.agreement import agreement, is_pending
+from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
 from titanlite.tools.verify.program.values import COMMUNICATION, Values
 from titanlite.tools.verify.record import first_call, is_input, module_of, name_call, name_input
-
-PACKAGE = Path(__file__).parents[2]
-# Code of torch, and what comes from no file, is never the caller's; nor is that of the library in
-# which plans of TorchTitan name their collectives.
-# torch decorates functions with typing_extensions.
-BESIDE_TORCH = (f"spmd_types{os.sep}", "typing_extensions.py")
-OF_PYTHON = ("<", TORCH, *(str(Path(TORCH).parent) + os.sep + name for name in BESIDE_TORCH))
-FOREIGN = (*OF_PYTHON, f"{PACKAGE}{os.sep}")
-"""Code in these folders is not that of a caller of titanlite."""
 
 
 class Events:
@@ -463,16 +451,3 @@ def _calls(file: str, part: str) -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def line_of_caller(foreign: tuple[str, ...]) -> str:
-    """The line of code that is running, outside the folders `foreign`."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not is_standard(file) and not file.startswith(foreign):
-            text, path = linecache.getline(file, frame.f_lineno).strip(), Path(file)
-            shown = path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path.name
-            return f"{shown}:{frame.f_lineno} ({text})" if text else ""
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""

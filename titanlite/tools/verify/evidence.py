@@ -217,6 +217,11 @@ class Evidence:
             )
         if found.only_here and not found.source:
             shown = listed(found.only_here[-MOST_LINES:])
+            if found.order:
+                return (
+                    f"{start}. What it reads has the elements that one process reads there, "
+                    f"{found.order}. Only the parallel code computes it, in {shown}"
+                )
             return f"{start}. It reads what only the parallel code computes, in {shown}"
         if found.source:
             what = f"the result of {found.source}" * (found.source != found.line)

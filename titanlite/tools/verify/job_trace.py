@@ -27,8 +27,9 @@ from titanlite.parallelize.float8.linear import Float8Linear
 from titanlite.ranks.world import World
 from titanlite.registry import is_over_batch
 from titanlite.tools.verify.agreement import agreement
+from titanlite.tools.verify.caller_lines import OF_PYTHON, PACKAGE
 from titanlite.tools.verify.cells import cells_file, cells_of, cut_cells, shares_of
-from titanlite.tools.verify.events import OF_PYTHON, PACKAGE, Events, Watch, tensors_of
+from titanlite.tools.verify.events import Events, Watch, tensors_of
 from titanlite.tools.verify.inspect_model import unchanged_buffers
 from titanlite.tools.verify.jobs import Microbatches, Patch, microbatches_of
 from titanlite.tools.verify.opened import open_job, subject_of

@@ -549,6 +549,8 @@ class WrongLine:
     """Numbers that its operator is given: which, the rank's, and another of one process."""
     rows: str = ""
     """The rows of one process that the result has, if they are not the rank's."""
+    order: str = ""
+    """How it reads the elements that one process reads there, if in another order."""
 
 
 @dataclass

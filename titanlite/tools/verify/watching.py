@@ -37,6 +37,8 @@ from titanlite.ranks.report import Call
 from titanlite.ranks.threads import thread_world
 from titanlite.ranks.turns import current_rank, is_rank
 from titanlite.tools.verify.agreement import dense, digest_of
+from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
+from titanlite.tools.verify.contents import Contents, Write, overlap, region
 from titanlite.tools.verify.economy import Read, Sent, Traffic
 
 # Smaller tensors are counts, losses and norms: that a step sums one twice says nothing.
@@ -94,7 +96,7 @@ COPIES = ("clone", "_to_copy")
 class _Mark:
     """What is known of a storage."""
 
-    __slots__ = ("held", "is_computed", "is_weight", "origin", "received", "token")
+    __slots__ = ("held", "is_computed", "is_weight", "origin", "received", "token", "writes")
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -105,6 +107,7 @@ class _Mark:
         self.received: dict[tuple[int, int], int] = {}
         # The index of the call whose unchanged result it is.
         self.held = -1
+        self.writes: list[Write] = []
 
 
 class StepWatch:
@@ -130,6 +133,10 @@ class StepWatch:
         # The tensors to which each call writes, and how many of them were overwritten unread.
         self._results: dict[int, list[tuple[StorageWeakRef, tuple[int, int], _Mark]]] = {}
         self._overwritten: Counter[int] = Counter()
+        # Such a call -> its line, and the one that overwrites what it brings.
+        self._lost: dict[int, tuple[str, str]] = {}
+        self._lines: dict[int, str] = {}
+        self._contents = Contents()
         self._passes: dict[int, int] = {}
         # What was sent how -> the index of that call, and the backward passes before it.
         self._known: dict[Any, tuple[int, int]] = {}
@@ -161,12 +168,14 @@ class StepWatch:
         gone = self._overwritten + Counter(
             index
             for index, results in self._results.items()
-            for storage, region, mark in results
-            if mark.received.get(region) == index and storage.expired()
+            for storage, place, mark in results
+            if mark.received.get(place) == index and storage.expired()
         )
         # A rank may need some of what it gathers.
         unread = tuple(i for i, results in self._results.items() if gone[i] == len(results))
-        return Traffic(tuple(self._sent), tuple(self._reads), unread)
+        lost = tuple(self._lost[index] for index in unread if index in self._lost)
+        changed = tuple(self._contents.changed)
+        return Traffic(tuple(self._sent), tuple(self._reads), unread, lost, changed)
 
     @property
     def reads(self) -> tuple[Read, ...]:
@@ -197,7 +206,13 @@ class StepWatch:
         if space == "aten" and (operation := _read_by(name, args)):
             self._read(operation, tensors)
         result = function(*args, **kwargs)
-        if name != "wait_tensor" and not function.is_view:
+        if function.is_view:
+            mark, views = self._mark(tensors[0], makes=False), _tensors([result])
+            writes = [] if mark is None else mark.writes
+            self._contents.view(
+                tensors[0], writes, views, lambda one: _again(function, one, args, kwargs)
+            )
+        elif name != "wait_tensor":
             self._use(name, tensors)
             if task < 0:
                 self._follow(name, tensors, result)
@@ -240,15 +255,14 @@ class StepWatch:
             mark = self._mark(tensor)
             if mark is None:
                 continue
-            region = int(tensor.storage_offset()), tensor.numel()
-            if region in mark.received:
-                self._overwritten[mark.received.pop(region)] += 1
+            self._overwrite(tensor, mark)
             mark.token, mark.origin, mark.held = next(self._tokens), None, index
             mark.is_computed = True
             if not is_free and _is_worth_it([tensor]):
-                mark.received[region] = index
+                self._lines[index], place = line_of_caller(FOREIGN), region(tensor)
+                mark.received[place] = index
                 storage = StorageWeakRef(tensor.untyped_storage())
-                self._results.setdefault(index, []).append((storage, region, mark))
+                self._results.setdefault(index, []).append((storage, place, mark))
 
     def _communicate(self, kind: str, space: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator that sends or receives."""
@@ -279,11 +293,27 @@ class StepWatch:
         return attributes.get(MARK)
 
     def _use(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Note that an operator reads these tensors."""
-        for tensor in tensors[1:] if name in ONLY_WRITES else tensors:
+        """Note that an operator reads these tensors, or only writes to the first."""
+        for number, tensor in enumerate(tensors):
             mark = self._mark(tensor, makes=False)
-            if mark is not None and mark.received:
-                mark.received.clear()
+            if mark is None:
+                continue
+            if name in ONLY_WRITES and number == 0:
+                self._overwrite(tensor, mark)
+                continue
+            mark.received.clear()
+            if not (name.endswith("_") and number == 0):
+                self._contents.read(tensor, mark.writes)
+
+    def _overwrite(self, tensor: Tensor, mark: _Mark) -> None:
+        """Note that a tensor is written to, without a look at what was there."""
+        line = line_of_caller(FOREIGN)
+        for place in [one for one in mark.received if overlap(one, region(tensor))]:
+            index = mark.received.pop(place)
+            self._overwritten[index] += 1
+            self._lost[index] = self._lines[index], line
+        if not any(_frames_of_fsdp()):
+            self._contents.write(tensor, mark.writes, line)
 
     def _follow(self, name: str, tensors: Sequence[Tensor], result: Any) -> None:
         """Note which results follow from what is computed on the device, and which are copies."""
@@ -501,6 +531,11 @@ def _read_by(name: str, args: Any) -> str:
         is_filled = name != "index" and all(masks) and args[2].numel() == 1
         return "index by a mask" if any(masks) and not is_filled else ""
     return READS.get(name, "")
+
+
+def _again(function: Any, tensor: Tensor, args: Any, kwargs: Any) -> list[Tensor]:
+    """The results of an operator if it is given another tensor first."""
+    return _tensors([function(tensor, *args[1:], **kwargs)])
 
 
 def _is_worth_it(tensors: Sequence[Tensor]) -> bool:

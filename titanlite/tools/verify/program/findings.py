@@ -246,6 +246,27 @@ def explain_kept(e: PartEvidence) -> Iterator[str]:
         )
 
 
+def explain_lost_contents(e: PartEvidence) -> Iterator[str]:
+    """Memory that is filled again before all that is in it has been read."""
+    if not any(map(e.failed, ("loss", "gradient"))):
+        return
+    of_ranks = {run.rank: run.traffic for run in e.runs}
+    if lost := {rank: one for rank, one in of_ranks.items() if one.lost}:
+        source, writer = next(iter(lost.values())).lost[0]
+        yield (
+            f"what {source} brings is overwritten by {writer} before anything reads it, "
+            f"{e.where(lost)}: the buffer is filled again too early. Read it before, or take "
+            "another buffer"
+        )
+    elif changed := {rank: one for rank, one in of_ranks.items() if one.changed}:
+        reader, writer = next(iter(changed.values())).changed[0]
+        yield (
+            f"{reader} reads memory that {writer} has overwritten since it was read before, "
+            f"{e.where(changed)}: others share the buffer, and have filled it again. Keep a copy, "
+            "or fill it once more before"
+        )
+
+
 def explain_start_of_code(e: PartEvidence) -> Iterator[str]:
     shuffled = {run.rank: run.shuffled for run in e.runs if isinstance(run, CodeRun)}
     if names := {name for of_rank in shuffled.values() for name in of_rank}:
@@ -656,6 +677,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_missing,),
     (explain_recomputation,),
     (explain_kept,),
+    (explain_lost_contents,),
     (explain_forward,),
     (explain_ties,),
     (explain_microbatches, explain_previous),

@@ -31,6 +31,9 @@ MOST_REDUCED = 48
 # Nor does the diagnosis look at more wrong lines.
 MOST_LINES = 24
 
+# Nor are more elements of a row named.
+MOST_ELEMENTS = 8
+
 # Also with padding.
 RIGHT = ("right", "padded")
 # Arguments that need no name.
@@ -376,6 +379,8 @@ class _Search:
             if name in own and own[name] != value
         )
         ran = {key[1] for key in self.values.of}
+        both = zip(self.values.operands(number), self.known.operands(other), strict=False)
+        found.order = next(filter(None, itertools.starmap(_order, both)), "")
         _, between = self._sources(self.known, other)
         found.never_here = _lines_of(self.known, between, ran)
 
@@ -396,6 +401,22 @@ class _Search:
                 stack += values.sources[source]
         in_lines_of_both = sorted(found, key=lambda s: values.places[s][0] not in self.known.of)
         return in_lines_of_both, sorted(seen - set(found))
+
+
+def _order(own: Tensor | None, known: Tensor | None) -> str:
+    """How a tensor has the elements of another in another order; "" if it does not."""
+    if own is None or known is None or own.shape != known.shape or own.ndim < 2:
+        return ""
+    if torch.equal(own, known) or not own.is_floating_point():
+        return ""
+    values, places = known.flatten().sort()
+    if not torch.equal(values, own.flatten().sort().values) or not values.diff().all():
+        return ""
+    row = places[torch.searchsorted(values, own[0].flatten())][:MOST_ELEMENTS].tolist()
+    more = " and more" * (own[0].numel() > len(row))
+    return (
+        f"in another order: its first row has the elements {', '.join(map(str, row))}{more} of that"
+    )
 
 
 def _only_arranges(operator: str) -> bool:

@@ -25,7 +25,8 @@ from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import fsdp_groups, local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending
-from titanlite.tools.verify.events import FOREIGN, Events, Watch, line_of_caller
+from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
+from titanlite.tools.verify.events import Events, Watch
 from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype

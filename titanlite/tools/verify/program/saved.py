@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from titanlite.tools.verify.events import FOREIGN, Events, line_of_caller
+from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
+from titanlite.tools.verify.events import Events
 from titanlite.tools.verify.program.values import MOST_BYTES, MOST_ELEMENTS
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from titanlite import pickles
 from titanlite.ranks.world import World
-from titanlite.tools.verify.events import FOREIGN, line_of_caller
+from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
 from titanlite.tools.verify.program.building import build, clean_up, in_dtype
 from titanlite.tools.verify.program.reference import load_parts
 from titanlite.tools.verify.program.request import Request

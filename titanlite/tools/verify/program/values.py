@@ -30,7 +30,7 @@ RANDOM = ("rand", "normal", "bernoulli", "native_dropout", "multinomial", "unifo
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 # Numbers that are no values: sizes, too.
 NO_VALUE = ("dtype", "layout", "device", "pin_memory", "memory_format", "end")
-SAVED = ("places", "tensors", "sources", "numbers", "with_gradient")
+SAVED = ("places", "tensors", "sources", "numbers", "with_gradient", "inputs")
 
 Place = tuple[Key, int]
 """Which of the values of a key."""
@@ -45,6 +45,8 @@ class Values:
     places: list[Place] = field(default_factory=list)
     tensors: list[Tensor | None] = field(default_factory=list)
     sources: list[tuple[int, ...]] = field(default_factory=list)
+    inputs: list[Tensor | None] = field(default_factory=list)
+    """What a value without sources is computed from, if that is no weight."""
     mixes: list[bool] = field(default_factory=list)
     """Whether an element of the value depends on several of what it is computed from."""
     is_free: list[bool] = field(default_factory=list)
@@ -92,6 +94,8 @@ class Values:
         for one in found:
             self._makers[one] = len(self.tensors)
         self.sources.append(tuple(sources))
+        is_first = leaves and not sources and not leaves[0].requires_grad
+        self.inputs.append(self._copy(operator, leaves[0]) if is_first else None)
         is_by_row = torch.Tag.pointwise in operator.tags or name in ROW_BY_ROW
         self.mixes.append(bool(leaves) and not is_by_row)
         self.tensors.append(self._copy(operator, found[0]))
@@ -120,7 +124,7 @@ class Values:
         name, own = operator_of(place[0]), result.detach().clone()
         if name in ("sum", "mean"):
             dist.all_reduce(own, group=group)
-            return own / (group.size() if name == "mean" else 1)
+            return own / group.size() if name == "mean" else own
         if name == "logsumexp":
             dist.all_reduce(own := own.exp(), group=group)
             return own.log()
@@ -148,6 +152,10 @@ class Values:
         """An alias has the value of a tensor."""
         if value in self._makers:
             self._makers[alias] = self._makers[value]
+
+    def operands(self, number: int) -> list[Tensor | None]:
+        """The values from which one is computed."""
+        return [self.tensors[one] for one in self.sources[number]] or [self.inputs[number]]
 
     def save(self, folder: str) -> None:
         """Save what the ranks compare theirs with."""
