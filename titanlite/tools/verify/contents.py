@@ -49,7 +49,7 @@ class Contents:
         known = self._views.get(source)
         number = len(writes) if known is None else known.num_writes
         contents: Any = [None] * len(results)
-        if known is not None and known.content is not None:
+        if results and known is not None and known.content is not None:
             with _disable_current_modes(), torch.no_grad():
                 contents = again(known.content)
         for one, content in zip(results, contents, strict=True):

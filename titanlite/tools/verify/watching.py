@@ -207,11 +207,11 @@ class StepWatch:
             self._read(operation, tensors)
         result = function(*args, **kwargs)
         if function.is_view:
-            mark, views = self._mark(tensors[0], makes=False), _tensors([result])
-            writes = [] if mark is None else mark.writes
-            self._contents.view(
-                tensors[0], writes, views, lambda one: _again(function, one, args, kwargs)
-            )
+            # Strides and an offset do not fit a copy.
+            views = [] if name in ("as_strided", "_reshape_alias") else _tensors([result])
+            mark = self._mark(tensors[0], makes=False)
+            again = functools.partial(_again, function, args, kwargs)
+            self._contents.view(tensors[0], mark.writes if mark else [], views, again)
         elif name != "wait_tensor":
             self._use(name, tensors)
             if task < 0:
@@ -533,7 +533,7 @@ def _read_by(name: str, args: Any) -> str:
     return READS.get(name, "")
 
 
-def _again(function: Any, tensor: Tensor, args: Any, kwargs: Any) -> list[Tensor]:
+def _again(function: Any, args: Any, kwargs: Any, tensor: Tensor) -> list[Tensor]:
     """The results of an operator if it is given another tensor first."""
     return _tensors([function(tensor, *args[1:], **kwargs)])
 
