@@ -208,8 +208,8 @@ FAULTS = [
         code.data_parallel,
         {**DP, "step": code.accumulating},
         "doubled",
-        r"sums over the microbatches with wrong coefficients, .* 2 times \(microbatch 0 of rank "
-        r"0\), 1 times \(microbatch 1 of rank 0\)",
+        r"sums over the microbatches with wrong coefficients, .* 1 times \(microbatch 1 of rank 0 "
+        r"and rank 1\) and 2 times \(microbatch 0 of rank 0 and rank 1\)$",
     ),
     (
         code.data_parallel,

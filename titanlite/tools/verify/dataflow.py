@@ -29,8 +29,12 @@ from titanlite.tools.verify.record import (
     is_input,
     module_of,
 )
-from titanlite.tools.verify.wording import agree, is_near, listed, times
+from titanlite.tools.verify.wording import agree, beyond, is_near, listed, times
 
+UNSEEN = (
+    "a collective such as dist.all_reduce is not seen by autograd, so the gradient through it is "
+    "not exchanged. Use one with a backward pass, as in torch.distributed.nn.functional"
+)
 PLACE = re.compile(r"at (\d+)(?: to (\d+))? of (\d+) along dimension (\d+)")
 """Where a tensor differs (ModuleOutput.places)."""
 
@@ -307,20 +311,17 @@ def _copies(e: Evidence, outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
 
 
 def _at_border(outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
-    """Whether parts of a tensor differ only where they begin, or end."""
+    """Whether parts of a tensor, longer than three, differ only where they begin, or end."""
     found = [(one, PLACE.match(one.places)) for one in outputs.values()]
-    if not all(at and int(at[4]) in one.cut_dims for one, at in found):
+    if not all(at and int(at[3]) > 3 and int(at[4]) in one.cut_dims for one, at in found):
         return
     places = [[int(n or at[1]) for n in at.groups()[:3]] for _, at in found if at]
-    for is_there, where, what in (
-        (all(first == 0 for first, _, _ in places), "begins", "before"),
-        (all(last == size - 1 for _, last, size in places), "ends", "after"),
+    for is_there, where in (
+        (all(first == 0 for first, _, _ in places), "begins"),
+        (all(last == size - 1 for _, last, size in places), "ends"),
     ):
         if is_there:
-            yield (
-                f"that is where the rank's part {where}: what comes {what} it, such as "
-                "neighbours or other tokens, is on another rank, and must be sent from there"
-            )
+            yield f"that is {beyond(where)}"
             return
     if all(first == 0 or last == size - 1 for first, last, size in places):
         yield (
@@ -630,6 +631,7 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         if last in partial:
             place += f": its sum over {partial[last]} is correct, so it is still Partial. "
             place += f"All-reduce it over {partial[last]} in that backward pass"
+        place += _unseen(e, "")
     elif from_partial:
         axis = partial[from_partial[0]]
         place = (
@@ -656,8 +658,7 @@ def explain_backward(e: Evidence) -> Iterator[str]:
             place += "gradient: sum it over tp"
         elif _exchanges_forward_alone(e, last):
             place += ". It exchanges something between ranks in its forward pass, but nothing in "
-            place += "its backward pass: a collective such as dist.all_reduce is not seen by "
-            place += "autograd, so the gradient through it is not exchanged"
+            place += f"its backward pass: {UNSEEN}"
     elif after:
         place = f"The error is between it and {shown}, whose gradient agrees"
     else:
@@ -731,6 +732,12 @@ def _exchanges_forward_alone(e: Evidence, event: str) -> bool:
     calls = {module_of(call) for trace in e.watched for call in trace.groups}
     inside = any(module in (call, *around(call)) for call in calls)
     return inside and not any(event in trace.exchanged for trace in e.watched)
+
+
+def _unseen(e: Evidence, call: str) -> str:
+    """The line of a call that sends what has a gradient and gets back what has none; or ""."""
+    line = next((t.unseen[call] for t in e.watched if call in t.unseen), "")
+    return f". In the forward pass, {line} sends what has a gradient: {UNSEEN}" * bool(line)
 
 
 def _partial_over(e: Evidence, event: str) -> str:

@@ -66,6 +66,8 @@ class Traffic:
     """Lines that read what is there no more, with the lines that have overwritten it."""
     part: str = ""
     """A digest of the rank's part of the batch."""
+    num_of_gradients: int = 0
+    """How many of `sent` come before clipping, of code that is no job."""
 
     @property
     def totals(self) -> dict[tuple[str, str], tuple[int, int]]:

@@ -47,6 +47,8 @@ class Events:
         self.gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
         """Name in `first` -> index in its list there -> gradient of that tensor."""
         self.pending_inputs: dict[str, None] = {}
+        self.arguments: Mapping[str, Sequence[str]] = {}
+        """Module -> the reference's names of what it receives, for one that names all otherwise."""
         self.num_runs: dict[str, int] = {}
         """Every module that is watched -> how often it ran."""
         self.at_start: Callable[[], Any] | None = None
@@ -106,7 +108,11 @@ class Events:
             return None
         with self.own_code():
             aliases: dict[int, Tensor] = {}
-            for argument, value in tensors_of(module, args, kwargs):
+            given = dict(tensors_of(module, args, kwargs))
+            names = self.arguments.get(module_of(call), ())
+            if len(names) == len(given) and not given.keys() & {*names}:
+                given = dict(zip(names, given.values(), strict=True))
+            for argument, value in given.items():
                 read = torch.ops.aten.alias(value) if _can_be_aliased(value) else value
                 if read is not value:
                     aliases[id(value)] = read

@@ -15,6 +15,7 @@ from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.wording import (
     Explained,
     be,
+    beyond,
     listed,
     name_factor,
     name_parameters,
@@ -175,6 +176,8 @@ class Evidence:
         if found is None:
             return ""
         parts = [self._wrong_line(found)]
+        if found.border:
+            parts.append(f"It differs only {beyond(found.border)}")
         if found.is_random:
             parts.append(
                 "It draws random numbers, others than one process has for this rank's samples: "

@@ -182,6 +182,14 @@ class ReferenceTrace:
         """The calls of modules, in the order in which they end."""
         return tuple(event for event in self.events if not is_input(event))
 
+    @property
+    def arguments(self) -> dict[str, tuple[str, ...]]:
+        """The names of what each module receives."""
+        found: dict[str, dict[str, None]] = defaultdict(dict)
+        for event in filter(is_input, self.events):
+            found[module_of(event)][event.partition(" <- ")[2]] = None
+        return {module: tuple(names) for module, names in found.items()}
+
 
 def harmless(
     reference: ReferenceTrace, of_ranks: Sequence[Mapping[str, bool]], *, is_backward: bool = False
@@ -386,6 +394,9 @@ class RankTrace:
     """The first lines whose results are wrong, of other code."""
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     """Call of a module -> the groups of ranks that exchange something inside it."""
+    unseen: dict[str, str] = field(default_factory=dict)
+    """Call of a module, "" for none -> the first line that sends what has a gradient, unseen by
+    autograd."""
     exchanged: frozenset[str] = frozenset()
     """What has a gradient for which the backward pass called a collective."""
     without_gradient: tuple[str, ...] = ()
@@ -512,6 +523,8 @@ class Update(NamedTuple):
     """
     adam_step: int | None = None
     """The step of Adam whose bias correction gives that scale."""
+    scales: tuple[float, ...] = ()
+    """How often the reference's change is in each run of rows, if it is in all of them."""
 
 
 @dataclass
@@ -551,6 +564,8 @@ class WrongLine:
     """The rows of one process that the result has, if they are not the rank's."""
     order: str = ""
     """How it reads the elements that one process reads there, if in another order."""
+    border: str = ""
+    """Where it differs, if that is only where the rank's part "begins" or "ends"."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ that in the reference's gradient.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,12 +86,13 @@ def describe_parts(
     numbers: Mapping[str, Shares] | None = None,
     *,
     of_loss: bool = False,
+    order: Sequence[int] = (),
 ) -> str:
     """What is wrong with the coefficients of the named parts of the batch; "" for nothing.
 
     `weights` are the parts' shares of the whole mean, `numbers` the numbers of elements of each
-    part in the tensors of the batch. `of_loss`: the loss is wrong, too; then a coefficient that no
-    count explains is that of a loss with other values.
+    part in the tensors of the batch, `order` the numbers of their microbatches. `of_loss`: the loss
+    is wrong, too; then a coefficient that no count explains is that of a loss with other values.
     """
     if all(is_near(share, shares[0], NEAR) for share in shares):
         # The same factor for every part is explain_gradients' subject.
@@ -127,8 +129,41 @@ def describe_parts(
         return f"the part of {listed(missing)} is missing, and the others count {listed(shown, 4)}"
     if of_loss and not all(_is_simple(share) for share in shares):
         return ""
-    odd = [f"{share:.4g} times ({who})" for share, who in zip(shares, parts, strict=True)]
-    return f"the parts count {listed(odd, 4)}"
+    by_value: dict[float, list[str]] = defaultdict(list)
+    for share, who in sorted(zip(shares, parts, strict=True), key=lambda both: round(both[0], 4)):
+        by_value[round(share, 4)].append(who)
+    odd = [f"{value:.4g} times ({_name_parts(own)})" for value, own in by_value.items()]
+    text = f"the parts count {listed(odd, 4)}"
+    ratios = {round(after / before, 2) for before, after in itertools.pairwise(by_value) if before}
+    pairs = sorted((index, round(share, 4)) for index, share in zip(order, shares, strict=False))
+    is_later_more = pairs == sorted(pairs, key=lambda both: both[1])
+    if len(ratios) == 1 and min(by_value) > 0 and max(by_value) == 1.0 and is_later_more:
+        text += (
+            f". The earlier a microbatch, the less it counts, by {ratios.pop():g} each time: what "
+            "is accumulated is scaled again after later ones (each run of a pipeline schedule of "
+            "torch does so with scale_grads=True), or the scale changes between them"
+        )
+    return text
+
+
+def _name_parts(names: Sequence[str]) -> str:
+    """Names of parts, with the microbatches of the same ranks together."""
+    numbers: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        first, _, ranks = name.partition(" of ")
+        numbers[ranks or first] += [first.removeprefix("microbatch ")] * bool(ranks)
+    together: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for ranks, own in numbers.items():
+        together[tuple(own)].append(ranks)
+    return listed(
+        [
+            f"microbatch{'es' * (len(own) > 1)} {listed(own)} of {listed(ranks, 3)}"
+            if own
+            else listed(ranks, 4)
+            for own, ranks in together.items()
+        ],
+        3,
+    )
 
 
 def _is_simple(number: float) -> bool:

@@ -46,10 +46,16 @@ class HeldPart:
 
         An entry may be shaped as the parameter or, as Adafactor's means are, as some of its
         dimensions, which are cut as the parameter's are. Where it may be one of several dimensions,
-        it is the one that `own` is nearest to.
+        it is the one that `own` is nearest to; so it is if `own` is one of equal chunks, since an
+        optimizer may shard its state itself.
         """
         if whole.ndim > 0 and whole.shape == self.shape:
-            return self.part_of(whole)
+            part, mine = self.part_of(whole), local_part(own)
+            cut = [d for d in range(part.ndim) if mine.shape[d : d + 1] != part.shape[d : d + 1]]
+            if len(cut) != 1 or mine.ndim != part.ndim or not mine.numel():
+                return part
+            chunks = part.split(mine.size(cut[0]), cut[0])
+            return min(chunks, key=lambda chunk: agreement(_own(own), chunk, whole).error)
         if isinstance(own, DTensor) or whole.ndim != own.ndim:
             return same_part(whole, own)
         held = local_part(self.parameter).shape
@@ -171,7 +177,8 @@ class Subject:
             whole, one = known.get(entry), self.held[entry.rpartition(".")[0]]
             if whole is not None:
                 part = one.part_of_state(whole, tensor)
-                found[entry] = agreement(_own(tensor), part, whole)
+                if self.is_job or part.shape == _own(tensor).shape:
+                    found[entry] = agreement(_own(tensor), part, whole)
             elif self.is_job:
                 found[entry] = MISSING
         names = tuple(f"{name}." for name in self.held) if self.is_job else ()

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from titanlite.tools.verify.dataflow import first_difference, outputs_agree, outputs_differ
+from titanlite.tools.verify.economy import Sent
 from titanlite.tools.verify.evidence import (
     EXPLAINED,
     WRONG,
@@ -31,7 +32,13 @@ def explain_norm_alone(e: Evidence) -> Iterator[str]:
             f"ranks have different gradient norms ({by_rank(e, lambda step: step.norm)}): "
             + (norms_of_own(e.runs, e.step) or "sum the squares over all ranks")
         )
-    words = explain_norm(e.runs, e.step, own)
+    words, where = explain_norm(e.runs, e.step, own), ""
+    for one in _sums_of_norm(e):
+        places = [e.runs[rank].coordinates for rank in one.ranks]
+        axes = [axis for axis in places[0] if len({place[axis] for place in places}) > 1]
+        for choice in words.split("; or "):
+            if any(f"replicated over {axis} " in choice for axis in axes):
+                words, where = choice, f". They are summed in {one.site}"
     ratio = (
         f"the gradient norm is {times(own / known)} as large as on one process, but every "
         "gradient agrees"
@@ -40,9 +47,17 @@ def explain_norm_alone(e: Evidence) -> Iterator[str]:
     if len(of_steps) > 1 and all(is_near(s.norm, own) for r in e.runs for s in r.steps[1:]):
         yield f"{ratio}: it is {own:g} in every step, whatever the gradients are: look at its root"
     elif words:
-        yield f"{ratio}: {words}. Count each gradient element once, however many ranks hold it"
+        once = "Count each gradient element once, however many ranks hold it"
+        yield f"{ratio}: {words}. {once}{where}"
     else:
         yield ratio + e.equals(own / known, form="; {}")
+
+
+def _sums_of_norm(e: Evidence) -> list[Sent]:
+    """The sums of one number over ranks that other code takes between gradients and weights."""
+    traffic = e.runs[0].traffic
+    after = traffic.sent[traffic.num_of_gradients or len(traffic.sent) :]
+    return [one for one in after if one.site and one.what.partition(" ")[0] in ("[]", "[1]")]
 
 
 def explain_rate(e: Evidence) -> Iterator[str]:

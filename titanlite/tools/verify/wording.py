@@ -172,3 +172,12 @@ def how_in_words(how: str, axis: str) -> str:
     if how == "strided":
         return f"that {axis} shards along an already sharded dimension"
     return f"{how} over {axis}"
+
+
+def beyond(where: str) -> str:
+    """What is missing where the rank's part of a tensor "begins" or "ends"."""
+    what = "before" if where == "begins" else "after"
+    return (
+        f"where the rank's part {where}: what comes {what} it, such as neighbours or other tokens, "
+        "is on another rank, and must be sent from there, or be taken before the tensor is cut"
+    )

@@ -11,6 +11,8 @@ A right first sentence says: the frozen base weights of the tensor parallel proj
 because distribute_param makes new nn.Parameters without keeping requires_grad=False, so they get gradients and are updated.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -106,12 +108,12 @@ class LoRAStyle(ParallelStyle):
 
 
 class ColwiseLoRA(LoRAStyle):
-    placements = {"weight": Shard(0), "lora_A": Replicate(), "lora_B": Shard(0)}
+    placements: ClassVar = {"weight": Shard(0), "lora_A": Replicate(), "lora_B": Shard(0)}
     output_layout = Shard(-1)
 
 
 class RowwiseLoRA(LoRAStyle):
-    placements = {"weight": Shard(1), "lora_A": Shard(1), "lora_B": Replicate()}
+    placements: ClassVar = {"weight": Shard(1), "lora_A": Shard(1), "lora_B": Replicate()}
     input_layout = Shard(-1)
 
 

@@ -135,7 +135,7 @@ class PartEvidence(Evidence):
             )
         factor, left = pooled([one.fit for one in wrong])
         if left >= EXPLAINED:
-            return self._describe_scales()
+            return self._describe_scales() or self._describe_shares(wrong)
         if is_near(factor, 1.0):
             return ""
         same = self._same(factor)
@@ -173,6 +173,17 @@ class PartEvidence(Evidence):
             who = listed(sorted(scales), 3)
             shown.append(f"the update of {who} is {scale:g} times that on one process{why}")
         return f"Beside weight decay, {'; '.join(shown)}"
+
+    def _describe_shares(self, wrong: Sequence[Update]) -> str:
+        """By how much each rank's share of the update is scaled; "" if they are no such shares."""
+        scales = {round(scale, 3) for one in wrong for scale in one.scales}
+        if not all(one.scales for one in wrong) or len(scales) > self.dims.world_size:
+            return ""
+        return (
+            f"Runs of their rows change {listed([f'{s:g}' for s in sorted(scales)], 8)} times as "
+            "much as on one process: each rank scales the share that it updates by a number of its "
+            "own, such as the norm of the gradients of that share. Reduce it over the ranks first"
+        )
 
     def _same(self, scale: float) -> str:
         """The degree, or the square root of one, that a scale of updates equals."""
@@ -422,18 +433,29 @@ def explain_lost(e: PartEvidence) -> Iterator[str]:
 
 def explain_parts(e: PartEvidence) -> Iterator[str]:
     """Gradients that are sums over the ranks' parts of the batch, with wrong coefficients."""
-    wrong = e.failed("gradient")
-    if list(missing_sums(e, wrong)) and not _is_partly_reduced(e):
+    wrong, own = e.failed("gradient"), _of_own_rank(e)
+    if list(missing_sums(e, wrong)) and not own:
         return
-    names, kind = e.names_of_parts, "the ranks' parts of the batch"
-    if any(index is not None for _, index in e.parts):
-        kind = "the microbatches"
+    order = [index for _, index in e.parts if index is not None]
+    names, kind = e.names_of_parts, "the microbatches" if order else "the ranks' parts of the batch"
+    if len(own) == 1 and 0 < len(kept := next(iter(own))) < len(set(order)):
+        some = [f"microbatch{'es' * (len(k) > 1)} {listed(k)}" for k in (kept, {*order} - kept)]
+        yield e.explained(
+            wrong,
+            f"reduced over the ranks for {some[1]} alone: those of {some[0]} (of "
+            f"{len(set(order))}, counted from 0) stay each rank's own. The backward pass of the "
+            "last one must reduce what all of them have accumulated. DDP decides that in the "
+            "forward pass, by no_sync or require_backward_grad_sync",
+        )
+        return
     yield from sums_of_parts(
         e.runs,
         wrong,
         e.fits.fits,
         lambda shares: describe_parts(
-            shares, e.fits.weights, names, e.fits.counts, of_loss=bool(e.failed("loss"))
+            *(shares, e.fits.weights, names, e.fits.counts),
+            of_loss=bool(e.failed("loss")),
+            order=order,
         ),
         f"over {kind}",
     )
@@ -491,15 +513,20 @@ def _of_uses(e: PartEvidence, found: UseFit) -> str:
     return "; ".join(words)
 
 
-def _is_partly_reduced(e: PartEvidence) -> bool:
-    """Whether some microbatches of other ranks count, and some do not."""
+def _of_own_rank(e: PartEvidence) -> set[frozenset[int]]:
+    """For ranks whose gradients have only some parts of other ranks: the microbatches they lack."""
+    found: set[frozenset[int]] = set()
     for rank, of_rank in e.fits.fits.items():
-        others = [number for number, (ranks, _) in enumerate(e.parts) if rank not in ranks]
         for shares, left in of_rank.values():
-            seen = {abs(shares[number]) > NEAR for number in others}
-            if left < LEFT and len(seen) > 1:
-                return True
-    return False
+            others = [
+                (index or 0, abs(share) > NEAR)
+                for (ranks, index), share in zip(e.parts, shares, strict=True)
+                if rank not in ranks
+            ]
+            if left < LEFT and len({counts for _, counts in others}) == 2:
+                there = {index for index, counts in others if counts}
+                found.add(frozenset({index for index, _ in others} - there))
+    return found
 
 
 def explain_accumulated(e: PartEvidence) -> Iterator[str]:

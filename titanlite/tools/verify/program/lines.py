@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.tools.verify.agreement import agreement, without_padding
-from titanlite.tools.verify.evidence import EXPLAINED
+from titanlite.tools.verify.agreement import agreement, without_padding, wrong_places
+from titanlite.tools.verify.dataflow import PLACE
+from titanlite.tools.verify.evidence import EXPLAINED, WRONG
 from titanlite.tools.verify.program.call_contents import ARRANGE
 from titanlite.tools.verify.program.code_trace import CodeTracer
 from titanlite.tools.verify.program.values import RANDOM, Place, Values
@@ -49,7 +50,7 @@ def wrong_lines(
     """The first values that are wrong on some rank, beside the reference's, and what
     `_without_gradient` finds; every rank of the world must call this.
     """
-    others, instead = _counterparts(values, known)
+    others, instead = _counterparts(values, known, num_microbatches)
     pairs = _pairs(values, known, others, num_microbatches)
     judged = {values.places[number]: _state(tracer, *pair) for number, pair in pairs.items()}
     states = {place: state for place, state in judged.items() if state is not None}
@@ -64,17 +65,23 @@ def wrong_lines(
     rows: dict[Place, str] = {}
     for there in gathered({p: _rows(*found[p][:2]) for p in some if states.get(p) == "wrong"}):
         rows |= {place: which for place, which in there.items() if which}
+    at_borders = {p: _border(tracer, *found[p]) for p in some if states.get(p) == "wrong"}
+    borders: dict[Place, set[str]] = defaultdict(set)
+    for place, which in (one for there in gathered(at_borders) for one in there.items()):
+        borders[place].add(which)
     parts = {
         n for n, (own, whole, share) in pairs.items() if own.numel() * share[1] < whole.numel()
     }
     search = _Search(
-        values, known, others, instead, states, wrong, unjudged, shares, rows, parts
+        values, known, others, instead, states, wrong, unjudged, shares, rows, borders, parts
     ).found()
     lines = tuple(itertools.islice(search, MOST_LINES))
     return lines, _without_gradient(values, known, others)
 
 
-def _counterparts(values: Values, known: Values) -> tuple[dict[int, int], dict[int, int]]:
+def _counterparts(
+    values: Values, known: Values, num_microbatches: int
+) -> tuple[dict[int, int], dict[int, int]]:
     """The values of one process that the same line computes, or the same operator from what
     corresponds, in lines that only one side runs; and those from what corresponds but for one.
     """
@@ -84,7 +91,8 @@ def _counterparts(values: Values, known: Values) -> tuple[dict[int, int], dict[i
     for number, (key, index) in enumerate(values.places):
         own = {found.get(source, -1) for source in values.sources[number]}
         if same := known.of.get(key):
-            found[number] = same[index % len(same)]
+            if len(values.of[key]) in (len(same), num_microbatches * len(same)):
+                found[number] = same[index % len(same)]
         elif "detach" in key[2] and -1 not in own and own:
             (found[number],) = own
         for other in free[key[::2]] if -1 not in own and not same else ():
@@ -183,6 +191,16 @@ def _rows(own: Tensor, whole: Tensor) -> str:
     return ""
 
 
+def _border(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int]) -> str:
+    """Where a part differs, if that is only where it "begins", or "ends"; or ""."""
+    for select in tracer.ways(own, whole, share):
+        part = select(whole)
+        at = PLACE.match(wrong_places(own, part, WRONG * part.double().abs().max().item()))
+        if at and int(at[3]) > 3 and own.size(int(at[4])) < whole.size(int(at[4])):
+            return "begins" if at[1] == "0" else "ends" * (int(at[2] or at[1]) == int(at[3]) - 1)
+    return ""
+
+
 def _shares(
     tracer: CodeTracer, pairs: Mapping[Place, Pair], wrong: Sequence[Place]
 ) -> dict[Place, str]:
@@ -263,6 +281,8 @@ class _Search:
     shares: Mapping[Place, str]
     rows: Mapping[Place, str]
     """Those that have rows of one process that are not the rank's, and which."""
+    borders: Mapping[Place, set[str]]
+    """What `_border` finds on the ranks."""
     parts: Collection[int]
     """The values of which this rank has only a part."""
 
@@ -291,6 +311,9 @@ class _Search:
                 continue
             found = WrongLine(call, line, state in ("moved", "chosen"))
             found.rows = self.rows.get(place, "")
+            # The rank's part of a value inside the line may have another size.
+            ends = (own for other, own in self.borders.items() if other[0][:2] == (call, line))
+            found.border = next(("".join(own) for own in ends if len(own) == 1), "")
             found.arranges = self._arranges(number)
             sources, between = self._sources(self.values, number)
             found.only_here = _lines_of(self.values, between, {found.line})

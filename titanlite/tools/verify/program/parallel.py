@@ -176,6 +176,7 @@ class _Measuring:
             looks = is_seen and self.traces and self.watched is None
             watch = StepWatch(subject.groups, built.own_parameters, [part]) if looks else None
             kept = Events()
+            kept.arguments = self.record.trace.arguments
             if self.completed is not None and step == self.watched:
                 place, axis, _ = self.completed
                 kept.values.completed = place, subject.groups[axis]
@@ -198,11 +199,13 @@ class _Measuring:
                 trace = self._trace(tracer, kept, known, found, step, part, digest)
                 if trace is not None:
                     run.traces[step] = trace
+            num_of_gradients = len(watch.traffic().sent) if watch else 0
             with watch.seeing() if watch else nullcontext():
                 found.norm = built.clip()
                 built.optimizer.step()
             if watch:
                 run.traffic, run.traffic.part = watch.traffic(), digest
+                run.traffic.num_of_gradients = num_of_gradients
             after = None if built.is_flat else fingerprint(held)
             with built.parameters():
                 found.weights = subject.compare_weights(known["weights"])
@@ -254,7 +257,7 @@ class _Measuring:
         trace.carried = carried(values, number)
         trace.left_out, trace.added = left_out(values, reference), added(values, reference)
         trace.groups = {call: tuple(groups) for call, groups in values.groups.items()}
-        trace.exchanged = frozenset(kept.exchanged)
+        trace.exchanged, trace.unseen = frozenset(kept.exchanged), kept.values.unseen
         return trace
 
     def _save_update(self, subject: Subject, found: RankStep, step: int, run: CodeRun) -> None:

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement, is_pending
+from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
 from titanlite.tools.verify.evidence import EXPLAINED
 from titanlite.tools.verify.record import OVER_PARTS, Key, operator_of
 from titanlite.tools.verify.watching import group_of
@@ -59,6 +60,8 @@ class Values:
     """The value that is reduced over a group of ranks before it is used, and that group."""
     groups: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
     """Call of a module -> the groups of ranks that exchange something inside it."""
+    unseen: dict[str, str] = field(default_factory=dict)
+    """Call, "" for none -> the first line in it that sends what has a gradient."""
     exchanged: set[int] = field(default_factory=set)
     """The values that a rank sends or receives."""
     passes: list[int] = field(default_factory=list)
@@ -147,6 +150,9 @@ class Values:
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         for call in calls:
             self.groups[call].add(ranks)
+        # A function with a backward pass of its own computes without gradients.
+        if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+            self.unseen.setdefault(calls[-1] if calls else "", line_of_caller(FOREIGN))
 
     def follow(self, value: Tensor, alias: Tensor) -> None:
         """An alias has the value of a tensor."""

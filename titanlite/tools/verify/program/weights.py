@@ -8,6 +8,7 @@ judge_updates    on one process: how often the reference's update that is, and w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -122,6 +123,7 @@ def _judge(
                 is_unchanged=torch.equal(known, before),
                 scale=scale,
                 adam_step=adam_step,
+                scales=_scales_of_rows(own - before, known - before),
             )
     return found
 
@@ -134,6 +136,18 @@ def _scale(own: Tensor, known: Tensor, before: Tensor) -> float | None:
     solved = torch.linalg.lstsq(of_both, own.double().flatten()[:, None], driver="gelsd").solution
     left = of_both @ solved - own.double().flatten()[:, None]
     return solved[0].item() if left.norm() < SCALED * own.norm() else None
+
+
+def _scales_of_rows(own: Tensor, known: Tensor) -> tuple[float, ...]:
+    """How often the change `known` of a weight is in each run of rows of `own`; () if it is not."""
+    if not own.ndim or not own.numel():
+        return ()
+    a, b = (tensor.double().reshape(len(tensor), -1) for tensor in (own, known))
+    scales = (a * b).sum(1) / (b * b).sum(1)
+    if not (a - scales[:, None] * b).norm() < SCALED * a.norm():
+        return ()
+    runs = itertools.groupby(scales.tolist(), lambda scale: round(scale, 3))
+    return tuple(scale for scale, _ in runs)
 
 
 def _adam_step(request: Request, step: int, scale: float) -> int | None:
