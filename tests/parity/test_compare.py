@@ -244,6 +244,25 @@ def test_a_mistake_that_ranks_find_is_clear(comparer, name):
         compare(comparer, parallel, {**DP, **options})
 
 
+def sum_in_parts(model, part):
+    """A step whose gradients are scattered and gathered, and not divided by the ranks."""
+    loss = code.loss(model, part)
+    loss.backward()
+    for gradient in (p.grad for p in model.parameters()):
+        whole = torch.cat([gradient.flatten()] * 2)
+        own = torch.empty(gradient.numel())
+        work = dist.reduce_scatter_tensor(own, whole, async_op=True)
+        _ = whole + 1.0
+        work.wait()
+        gradient.copy_(own.view_as(gradient))
+    return loss.detach()
+
+
+def test_what_gloo_copies_when_it_is_waited_for_overwrites_nothing(comparer):
+    found = compare(comparer, code.Model, {**DP, "step": sum_in_parts})
+    assert re.match(r"all \d+ gradients are 2 times as large as on one process", found.cause)
+
+
 def test_random_numbers_are_reported(comparer):
     with pytest.raises(ConfigError, match="reference: a second run has another loss"):
         compare(comparer, code.with_ddp, DP, code.RandomModel)

@@ -611,6 +611,9 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     if not wrong:
         return
     rest = [event for event in wrong if event not in partial]
+    # One factor of all gradients comes from how they are reduced.
+    if not rest and _is_one_factor(e):
+        return
     last = (rest or wrong)[-1 if rest else 0]
     if not rest and not e.following.get(wrong[-1]):
         last = wrong[-1]
@@ -732,6 +735,13 @@ def _exchanges_forward_alone(e: Evidence, event: str) -> bool:
     calls = {module_of(call) for trace in e.watched for call in trace.groups}
     inside = any(module in (call, *around(call)) for call in calls)
     return inside and not any(event in trace.exchanged for trace in e.watched)
+
+
+def _is_one_factor(e: Evidence) -> bool:
+    """Whether all gradients are wrong by one factor, on every rank."""
+    steps, wrong = [run.steps[e.step] for run in e.runs], e.failed("gradient")
+    parts = [one for step in steps for one in step.gradients.values()]
+    return set(wrong) == {n for s in steps for n in s.gradients} and pooled(parts)[1] < EXPLAINED
 
 
 def _unseen(e: Evidence, call: str) -> str:

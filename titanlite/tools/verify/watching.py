@@ -135,6 +135,7 @@ class StepWatch:
         self._overwritten: Counter[int] = Counter()
         # Such a call -> its line, and the one that overwrites what it brings.
         self._lost: dict[int, tuple[str, str]] = {}
+        self._arrived: set[int] = set()
         self._lines: dict[int, str] = {}
         self._contents = Contents()
         self._passes: dict[int, int] = {}
@@ -299,11 +300,19 @@ class StepWatch:
             if mark is None:
                 continue
             if name in ONLY_WRITES and number == 0:
-                self._overwrite(tensor, mark)
+                if name != "copy_" or not self._arrives(mark):
+                    self._overwrite(tensor, mark)
                 continue
             mark.received.clear()
             if not (name.endswith("_") and number == 0):
                 self._contents.read(tensor, mark.writes)
+
+    def _arrives(self, mark: _Mark) -> bool:
+        """Whether it is now that gloo copies the result of a reduce-scatter, waited for, there."""
+        scattered = {i for i in mark.received.values() if self._sent[i].kind == "reduce_scatter"}
+        scattered -= self._arrived
+        self._arrived |= scattered
+        return bool(scattered)
 
     def _overwrite(self, tensor: Tensor, mark: _Mark) -> None:
         """Note that a tensor is written to, without a look at what was there."""

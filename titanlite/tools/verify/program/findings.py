@@ -139,13 +139,18 @@ class PartEvidence(Evidence):
         if is_near(factor, 1.0):
             return ""
         same = self._same(factor)
-        rates = [one.lr for one in self.reference[: self.step + 1]]
-        for step, rate in enumerate(rates[1:-1], 1):
-            if rate and is_near(rate, factor * rates[-1]):
+        rates = [one.lr for one in self.reference]
+        for step, rate in enumerate(rates[1:], 1):
+            if rate and step != self.step and is_near(rate, factor * rates[self.step]):
+                why = "set the rate of another optimizer's groups"
+                if step > self.step:
+                    why = (
+                        "go on more than once for each step of the optimizer, as once for each rank"
+                    )
                 return (
                     f"They change {factor:.6g} times as much as on one process: the learning rate "
-                    f"is that of step {step}, {rate:g}, and not {rates[-1]:g}. Does the "
-                    "schedule set the rate of another optimizer's groups?"
+                    f"is that of step {step}, {rate:g}, and not {rates[self.step]:g}. Does the "
+                    f"schedule {why}?"
                 )
         return (
             f"The change of these weights is {factor:.6g} times that on one process"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -19,6 +20,7 @@ from titanlite.tools.verify.differences import (
     unequal_replicas,
 )
 from titanlite.tools.verify.evidence import EXPLAINED, WRONG, pooled
+from titanlite.tools.verify.gradients import missing_sums
 from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools
 from titanlite.tools.verify.program.findings import PartEvidence, are_local, conclude
@@ -168,6 +170,31 @@ class Judging:
             found.notes.append(
                 "the gradients are each rank's own at the optimizer step, but the weights agree "
                 "after every step: the optimizer's step reduces them itself"
+            )
+        elif "gradient" in kinds:
+            self._judge_few_weights()
+
+    def _judge_few_weights(self) -> None:
+        """Judge a step that reduces gradients of the ranks' own parts, all but a few rightly."""
+        found, first = self.found, self.found.failures[0].step
+        of_first = [f for f in found.failures if f.step == first]
+        gradients, wrong = (
+            {f.name for f in of_first if f.kind == kind} for kind in ("gradient", "weight")
+        )
+        # A first step of Adam may be right with a gradient that is not.
+        if not wrong or not wrong < gradients or 2 * len(wrong) > len(gradients):
+            return
+        local = {n for one in missing_sums(self._evidence(), sorted(gradients)) for n in one.names}
+        if gradients - local <= wrong:
+            self._leave_to_the_step(gradients)
+            few = sorted(wrong)
+            held = Counter(name for run in self.runs for name in run.placements)
+            is_tied = min(held[name] for name in few) > min(held.values())
+            found.problems.append(
+                "the gradients are each rank's own at the optimizer step, which reduces them "
+                f"itself. After it only {listed(few, 3)} {'are' if few[1:] else 'is'} wrong: look "
+                "at how the step reduces gradients there"
+                + (". More ranks hold it than others, so add up its copies first" * is_tied)
             )
 
     def _is_only_scaled(self, step: int) -> bool:
