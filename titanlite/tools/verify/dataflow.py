@@ -738,10 +738,11 @@ def _exchanges_forward_alone(e: Evidence, event: str) -> bool:
 
 
 def _is_one_factor(e: Evidence) -> bool:
-    """Whether all gradients are wrong by one factor, on every rank."""
-    steps, wrong = [run.steps[e.step] for run in e.runs], e.failed("gradient")
+    """Whether all gradients, several, are wrong by one factor, on every rank."""
+    steps, wrong = [run.steps[e.step] for run in e.runs], set(e.failed("gradient"))
     parts = [one for step in steps for one in step.gradients.values()]
-    return set(wrong) == {n for s in steps for n in s.gradients} and pooled(parts)[1] < EXPLAINED
+    is_all = wrong == {name for step in steps for name in step.gradients}
+    return is_all and len(wrong) > 1 and pooled(parts)[1] < EXPLAINED
 
 
 def _unseen(e: Evidence, call: str) -> str:
