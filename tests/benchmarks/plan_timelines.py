@@ -126,7 +126,9 @@ class Comparison:
 
 
 def _work(timeline: Timeline) -> list[Span]:
-    return [span for span in timeline.spans if span.kind in WORK]
+    """Without the I of the first stage, which sends no gradient: it is empty."""
+    work = [span for span in timeline.spans if span.kind in WORK]
+    return [span for span in work if (span.kind, span.stage) != ("I", 0)]
 
 
 def _length(timeline: Timeline) -> float:
