@@ -432,6 +432,8 @@ class CodeRun(RankRun):
     """What each step returned, None where a rank computes no loss."""
     parts: list[str] = field(default_factory=list)
     """A digest of this rank's part of each batch."""
+    states_left: set[str] = field(default_factory=set)
+    """The optimizer's states whose shapes fit no part of the reference's."""
     cells: list[tuple[int, int, tuple[int, ...], tuple[int, ...]] | None] = field(
         default_factory=list
     )

@@ -237,7 +237,8 @@ class Judging:
                 if event not in compared
             }
         left = [f"what leave_out names ({listed(request.leave_out, 3)})"] * bool(request.leave_out)
-        if names := [*left, *sorted(buffers), *sorted(outputs)]:
+        states = {f"the optimizer state {name}" for run in self.runs for name in run.states_left}
+        if names := [*left, *sorted(buffers), *sorted(states), *sorted(outputs)]:
             found.notes.append(f"not compared: {listed(names, 6)}")
 
     def _place(self) -> None:

@@ -199,19 +199,19 @@ class _Measuring:
                 trace = self._trace(tracer, kept, known, found, step, part, digest)
                 if trace is not None:
                     run.traces[step] = trace
-            num_of_gradients = len(watch.traffic().sent) if watch else 0
+            number = len(watch.traffic().sent) if watch else 0
             with watch.seeing() if watch else nullcontext():
                 found.norm = built.clip()
                 built.optimizer.step()
             if watch:
-                run.traffic, run.traffic.part = watch.traffic(), digest
-                run.traffic.num_of_gradients = num_of_gradients
+                run.traffic = replace(watch.traffic(), part=digest, num_of_gradients=number)
             after = None if built.is_flat else fingerprint(held)
             with built.parameters():
                 found.weights = subject.compare_weights(known["weights"])
                 self._save_update(subject, found, step, run)
             if not built.is_flat:
                 found.state = subject.compare_state(known["state"])
+                run.states_left = subject.state().keys() & known["state"].keys() - found.state
             found.buffers = self._compare_buffers(subject, known["buffers"], run)
             run.steps.append(found)
             built.forget_gradients()
