@@ -49,7 +49,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.metadata import read_metadata
 from titanlite.errors import TitanliteError
-from titanlite.files import shown
+from titanlite.files import failed_writes, shown
 
 # What each rank copies ahead of writing it; DCP's default.
 COPIED_AHEAD_BYTES = 10_000_000
@@ -249,7 +249,8 @@ class _HashingFileSystem(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
             hashing = _HashingFile(stream)
-            yield hashing
+            with failed_writes():
+                yield hashing
             self.records[Path(path).name] = FileRecord(
                 size_bytes=hashing.size_bytes, sha256=hashing.digest.hexdigest()
             )

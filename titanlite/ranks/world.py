@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.files import cannot_write
 from titanlite.ranks.attempt import agree_on_attempt
 from titanlite.ranks.launch import THREADS, Place
 from titanlite.ranks.machine import num_cores
@@ -168,8 +169,11 @@ def _meet(place: Place, timeout: timedelta) -> tuple[dict[str, Any], Any]:
     if place.rendezvous.startswith("file://"):
         path = Path(place.rendezvous.removeprefix("file://"))
         # Not by the URL: PyTorch takes what follows a ? or # in a folder's name for its query.
-        store: Any = dist.FileStore(f"{path}-watch", place.world_size)
-        return {"store": dist.FileStore(str(path), place.world_size)}, store
+        try:
+            store: Any = dist.FileStore(f"{path}-watch", place.world_size)
+            return {"store": dist.FileStore(str(path), place.world_size)}, store
+        except dist.DistStoreError as error:
+            raise cannot_write(path, str(error)) from error
     rendezvous = dist.rendezvous(place.rendezvous, place.rank, place.world_size, timeout=timeout)
     kept: Any = next(rendezvous)[0]
     attempt = agree_on_attempt(kept, place.rank, place.world_size, timeout.total_seconds())

@@ -22,12 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from titanlite.errors import LostWorldError, TitanliteError
+from titanlite.errors import TitanliteError
+from titanlite.files import save_temporary
 from titanlite.modules.dropout import TokenDropout
 from titanlite.modules.lora import LoRALinear, adapted_layer
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part, shard_of
 from titanlite.modules.tied import find_tied, tie
+from titanlite.ranks.peers import Peers
 from titanlite.ranks.world import World
 
 # The largest model, in bytes of its parameters, that is built whole on the CPU of each machine.
@@ -141,27 +143,18 @@ def whole_values(build: Callable[[], nn.Module], world: World) -> Iterator[Mappi
     if world.size == 1:
         yield _values_of(build())
         return
-    token = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token, src=0, device=torch.device("cpu"))
-    path = Path(tempfile.gettempdir()) / f"titanlite-initial-{token[0]}.pt"
-    error = None
-    if world.local_rank == 0:
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                torch.save(_values_of(build()), file)
-        except BaseException as raised:
-            error = raised
-            path.unlink(missing_ok=True)
+    peers = Peers()
+    token = peers.from_first(lambda: secrets.token_hex(8))
+    path = Path(tempfile.gettempdir()) / f"titanlite-initial-{token}.pt"
+
+    def store() -> None:
+        if world.local_rank == 0:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            save_temporary(_values_of(build()), path)
+
     try:
-        # All ranks learn whether every machine has its file before any waits for it.
-        failed = torch.tensor(error is not None, dtype=torch.int)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        if error is not None:
-            raise error
-        if failed:
-            # Not an error of this rank: the one that failed reports its own.
-            raise LostWorldError("the first rank of a machine could not build the initial values")
+        # All ranks learn whether every machine has its file before any maps it.
+        peers.all_do(store)
         values = torch.load(path, mmap=True, weights_only=True)
         dist.barrier()
     finally:

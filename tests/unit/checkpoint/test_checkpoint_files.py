@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pickle
+import resource
 import struct
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.storage import Piece, first_failure, load, save, stored_tensors
 from titanlite.errors import ConfigError
+from titanlite.files import save_temporary
 from titanlite.tools.convert.stored import find_checkpoint
 
 TENSORS = {"model.a": torch.arange(6.0).view(2, 3), "model.b": torch.tensor(3.0)}
@@ -587,3 +589,25 @@ def test_a_member_of_an_enum_may_be_pickled_by_name() -> None:
     ):
         with pytest.raises(BrokenCheckpointError, match="getattr of another object"):
             load(owner, name)
+
+
+@pytest.mark.parametrize("limit", range(0, 44_000, 2_600))
+def test_a_full_disk_is_known_wherever_a_file_ends(tmp_path, limit):
+    """After a failed write torch.save fails once more, with an error that hides the disk's."""
+    pieces = {str(number): Piece.whole(torch.zeros(number)) for number in (3000, 3700, 4400)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(CheckpointException) as raised:
+            save(pieces, tmp_path / "step-1", None, lambda records: None)
+        assert isinstance(first_failure(raised.value)[1], OSError)
+        with pytest.raises(ConfigError, match=r"x\.pt cannot be written: File too large; free"):
+            save_temporary(torch.zeros(20_000), tmp_path / "x.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_all_temporary_files_are_written_so():
+    library = Path(__file__).parents[3] / "titanlite"
+    writers = [path for path in library.rglob("*.py") if "torch.save(" in path.read_text()]
+    assert writers == [library / "files.py"]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config import ResolvedJob
+from titanlite.files import save_temporary
 from titanlite.job import Job
 from titanlite.modules.batch import Batch, call_model, has_own_inputs, join, takes
 from titanlite.modules.names import canonical_name
@@ -112,7 +113,7 @@ def trace_reference(
         record |= {"labels": labels, "fields": fields}
         if microbatches is None and not evaluates:
             record["routing"] = routing_record(routed)
-        torch.save(record, _trace_file(folder))
+        save_temporary(record, _trace_file(folder))
 
         # Cells need the sequences in the order of the global batch.
         if microbatches is not None and not evaluates:
@@ -133,7 +134,7 @@ def trace_reference(
                 if name in names:
                     gradients[name].append(gradient.cpu() * (count / num_targets))
             job.trainer.optimizer.zero_grad(set_to_none=True)
-        torch.save({n: torch.stack(g) for n, g in gradients.items()}, cells_file(folder))
+        save_temporary({n: torch.stack(g) for n, g in gradients.items()}, cells_file(folder))
         if is_one and not evaluates:
             size = batch.num_sequences // plan.dims.dp
             starts = range(0, batch.num_sequences, size)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanlite.files import save_temporary
+
 # The time between two looks for a file that another process is to write.
 WAIT_SECONDS = 0.005
 
@@ -60,7 +62,7 @@ def store(record: Mapping[str, Any], folder: str, step: int) -> None:
         key: _Packed.of(value) if _is_named_tensors(value) else value
         for key, value in record.items()
     }
-    torch.save(packed, file.with_suffix(".part"))
+    save_temporary(packed, file.with_suffix(".part"))
     os.replace(file.with_suffix(".part"), file)
 
 

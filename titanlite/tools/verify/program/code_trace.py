@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from titanlite.files import save_temporary
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement, dense, without_padding, wrong_places
 from titanlite.tools.verify.events import Events
@@ -478,5 +479,5 @@ def save_part(path: Path, tracer: CodeTracer, batch: Any, digest: str, wrong: Se
     own = tree_map(lambda leaf: local_part(leaf) if isinstance(leaf, Tensor) else leaf, batch)
     found = {"rank": rank, "batch": own, "digest": digest, "gradients": gradients}
     found["sizes"] = tracer.sizes
-    torch.save(found, path)
+    save_temporary(found, path)
     return str(path)

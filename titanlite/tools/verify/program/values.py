@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from titanlite.files import save_temporary
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement, is_pending
 from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
@@ -165,7 +166,7 @@ class Values:
 
     def save(self, folder: str) -> None:
         """Save what the ranks compare theirs with."""
-        torch.save({name: getattr(self, name) for name in SAVED}, Path(folder) / "values.pt")
+        save_temporary({name: getattr(self, name) for name in SAVED}, Path(folder) / "values.pt")
 
     def _copy(self, operator: Any, value: Tensor) -> Tensor | None:
         is_open = operator.namespace in COMMUNICATION and operator is not WAIT

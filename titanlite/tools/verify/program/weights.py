@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite import pickles
+from titanlite.files import save_temporary
 from titanlite.modules.shards import local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import agreement, dense
@@ -68,7 +69,7 @@ def save_update(path: Path, held: HeldParts, wrong: Sequence[str], folder: str, 
             *(tensor.cpu().clone() for tensor in own),
             torch.tensor(own[0].numel() < one.shape.numel()),
         )
-    torch.save(parts, path)
+    save_temporary(parts, path)
     return str(path)
 
 
