@@ -1,21 +1,17 @@
-"""Safe reading of files that somebody else may have written, writing, and locks; torch-free.
+"""Safe reading of files that somebody else may have written, flushing, and locks; torch-free.
 
 Opening a named pipe or a device may block for ever, and a link may point anywhere. Code that reads
 a file of a checkpoint, a schedule or a log opens it here: only regular files are opened, and their
 size is limited. `hold` locks a file or folder that only one run may write to.
 """
 
-import contextlib
 import errno
 import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
-
-from titanlite.errors import ConfigError
 
 POLL_SECONDS = 0.1
 
@@ -45,33 +41,6 @@ def read_bytes(path: str | Path, *, most_bytes: int, follow_links: bool = True) 
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes:,} bytes", os.fspath(path))
     return content
-
-
-@contextlib.contextmanager
-def failed_writes() -> Iterator[None]:
-    """Raise the OSError of a write by torch.save, which ends its archive with another error."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-
-
-def save_temporary(values: object, path: Path) -> None:
-    """torch.save for a temporary file; raises ConfigError if it cannot be written."""
-    import torch
-
-    try:
-        with failed_writes(), path.open("wb") as file:
-            torch.save(values, file)
-    except OSError as error:
-        raise cannot_write(path, error.strerror or str(error)) from error
-
-
-def cannot_write(path: Path, why: str) -> ConfigError:
-    """The error of a temporary file that cannot be written."""
-    return ConfigError(
-        f"environment: {path} cannot be written: {why}; free space there, or set another TMPDIR"
-    )
 
 
 def flush(path: Path) -> None:

@@ -49,10 +49,8 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.metadata import read_metadata
 from titanlite.errors import TitanliteError
-from titanlite.files import failed_writes, shown
-
-# What each rank copies ahead of writing it; DCP's default.
-COPIED_AHEAD_BYTES = 10_000_000
+from titanlite.files import shown
+from titanlite.ranks.temporary import failed_writes
 
 
 @dataclass(frozen=True)
@@ -211,13 +209,12 @@ class _LoadPlanner(DefaultLoadPlanner):
 class HashingWriter(FileSystemWriter):
     """DCP's writer, one file per rank, flushed to the disk; calls `seal` with all checksums.
 
-    With `copies_ahead`, tensors are copied from the GPU while others are written. DCP asks for a
-    CUDA stream for that, even if all tensors are on the CPU.
+    With `copies_ahead`, tensors (10 MB, as by default) are copied from the GPU while others are
+    written. DCP asks for a CUDA stream for that, even if all tensors are on the CPU.
     """
 
     def __init__(self, folder: Path, seal: Seal, *, copies_ahead: bool = False) -> None:
-        ahead = COPIED_AHEAD_BYTES if copies_ahead else 0
-        super().__init__(folder, overwrite=False, per_thread_copy_ahead=ahead)
+        super().__init__(folder, overwrite=False, per_thread_copy_ahead=10_000_000 * copies_ahead)
         self._folder, self._seal = folder, seal
         self._hashing = _HashingFileSystem()
         self.fs = self._hashing

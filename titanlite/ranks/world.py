@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.files import cannot_write
 from titanlite.ranks.attempt import agree_on_attempt
 from titanlite.ranks.launch import THREADS, Place
 from titanlite.ranks.machine import num_cores
 from titanlite.ranks.settings import keeping_freed_memory, own_settings, prepare_process
+from titanlite.ranks.temporary import writing
 from titanlite.ranks.thread_group import ThreadGroup
 from titanlite.ranks.unwatched import Unwatched
 from titanlite.ranks.watch import Traces, watching
@@ -169,11 +169,9 @@ def _meet(place: Place, timeout: timedelta) -> tuple[dict[str, Any], Any]:
     if place.rendezvous.startswith("file://"):
         path = Path(place.rendezvous.removeprefix("file://"))
         # Not by the URL: PyTorch takes what follows a ? or # in a folder's name for its query.
-        try:
-            store: Any = dist.FileStore(f"{path}-watch", place.world_size)
-            return {"store": dist.FileStore(str(path), place.world_size)}, store
-        except dist.DistStoreError as error:
-            raise cannot_write(path, str(error)) from error
+        with writing(path):
+            watch = dist.FileStore(f"{path}-watch", place.world_size)
+            return {"store": dist.FileStore(str(path), place.world_size)}, watch
     rendezvous = dist.rendezvous(place.rendezvous, place.rank, place.world_size, timeout=timeout)
     kept: Any = next(rendezvous)[0]
     attempt = agree_on_attempt(kept, place.rank, place.world_size, timeout.total_seconds())

@@ -8,7 +8,6 @@ Any other model is built whole on the CPU, once per machine, and each rank copie
 
 import contextlib
 import hashlib
-import os
 import secrets
 import tempfile
 from collections import deque
@@ -23,13 +22,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from titanlite.errors import TitanliteError
-from titanlite.files import save_temporary
 from titanlite.modules.dropout import TokenDropout
 from titanlite.modules.lora import LoRALinear, adapted_layer
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part, shard_of
 from titanlite.modules.tied import find_tied, tie
 from titanlite.ranks.peers import Peers
+from titanlite.ranks.temporary import save_temporary
 from titanlite.ranks.world import World
 
 # The largest model, in bytes of its parameters, that is built whole on the CPU of each machine.
@@ -143,18 +142,17 @@ def whole_values(build: Callable[[], nn.Module], world: World) -> Iterator[Mappi
     if world.size == 1:
         yield _values_of(build())
         return
-    peers = Peers()
-    token = peers.from_first(lambda: secrets.token_hex(8))
+    token = Peers().from_first(secrets.token_hex)
     path = Path(tempfile.gettempdir()) / f"titanlite-initial-{token}.pt"
 
     def store() -> None:
         if world.local_rank == 0:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            path.touch(0o600, exist_ok=False)
             save_temporary(_values_of(build()), path)
 
     try:
         # All ranks learn whether every machine has its file before any maps it.
-        peers.all_do(store)
+        Peers().all_do(store)
         values = torch.load(path, mmap=True, weights_only=True)
         dist.barrier()
     finally:

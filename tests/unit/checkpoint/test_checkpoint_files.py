@@ -27,7 +27,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.storage import Piece, first_failure, load, save, stored_tensors
 from titanlite.errors import ConfigError
-from titanlite.files import save_temporary
+from titanlite.ranks.temporary import save_temporary
 from titanlite.tools.convert.stored import find_checkpoint
 
 TENSORS = {"model.a": torch.arange(6.0).view(2, 3), "model.b": torch.tensor(3.0)}
@@ -610,4 +610,4 @@ def test_a_full_disk_is_known_wherever_a_file_ends(tmp_path, limit):
 def test_all_temporary_files_are_written_so():
     library = Path(__file__).parents[3] / "titanlite"
     writers = [path for path in library.rglob("*.py") if "torch.save(" in path.read_text()]
-    assert writers == [library / "files.py"]
+    assert writers == [library / "ranks/temporary.py"]

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from titanlite.config import ResolvedJob
-from titanlite.files import save_temporary
 from titanlite.job import Job
 from titanlite.modules.batch import Batch, call_model, has_own_inputs, join, takes
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part
 from titanlite.observe.failing import styles_of
 from titanlite.parallelize.float8.linear import Float8Linear
+from titanlite.ranks.temporary import save_temporary
 from titanlite.ranks.world import World
 from titanlite.registry import is_over_batch
 from titanlite.tools.verify.agreement import agreement

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.files import save_temporary
+from titanlite.ranks.temporary import save_temporary
 
 # The time between two looks for a file that another process is to write.
 WAIT_SECONDS = 0.005

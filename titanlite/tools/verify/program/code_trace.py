@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from titanlite.files import save_temporary
 from titanlite.modules.shards import local_part
+from titanlite.ranks.temporary import save_temporary
 from titanlite.tools.verify.agreement import agreement, dense, without_padding, wrong_places
 from titanlite.tools.verify.events import Events
 from titanlite.tools.verify.program.batches import Where

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from titanlite.files import save_temporary
 from titanlite.modules.shards import local_part
+from titanlite.ranks.temporary import save_temporary
 from titanlite.tools.verify.agreement import agreement, is_pending
 from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
 from titanlite.tools.verify.evidence import EXPLAINED

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from titanlite import pickles
-from titanlite.files import save_temporary
 from titanlite.modules.shards import local_part
+from titanlite.ranks.temporary import save_temporary
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import agreement, dense
 from titanlite.tools.verify.evidence import WRONG
