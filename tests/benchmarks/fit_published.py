@@ -22,7 +22,7 @@ from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.hardware import Hardware, load_hardware
 from titanlite.tools.planner.planning import resolve
 from titanlite.tools.planner.predict import predict
-from titanlite.tools.planner.published import Row, read_rows
+from titanlite.tools.planner.published import PublishedRun, read_rows
 
 BOUNDS = {"products.share": (0.3, 1.0), "memory.share": (0.4, 0.95), "node.share": (0.4, 0.95)}
 
@@ -41,7 +41,7 @@ def with_figures(hardware: Hardware, figures: dict[str, float]) -> Hardware:
     return hardware
 
 
-def timer(row: Row) -> Callable[[dict[str, float]], float]:
+def timer(row: PublishedRun) -> Callable[[dict[str, float]], float]:
     """A function of the figures: planned over published speed."""
     device = load_hardware(row.hardware)
     job, _, *keys = row.command("")

@@ -72,6 +72,13 @@ def test_the_tests_stay_below_their_limit() -> None:
     assert lines((ROOT / "tests").rglob("*.py")) <= TESTS
 
 
+def test_no_two_classes_have_one_name() -> None:
+    # But the lab builds each parallelism once more, and families of models read alike.
+    own = [path for path in library() if {"lab", "models"}.isdisjoint(path.parts)]
+    names = re.findall(r"^class (\w+)", "\n".join(path.read_text() for path in own), re.MULTILINE)
+    assert len(names) == len(set(names))
+
+
 def test_the_pages_stay_below_their_limits() -> None:
     site = (ROOT / "mkdocs.yml").read_text()
     guides = re.findall(r"[\w/]+\.md", site[site.index("- Start:") : site.index("- Reference:")])

@@ -66,7 +66,7 @@ def find_draws(model: nn.Module, run: Callable[[nn.Module], Callable[[], Any]]) 
     class; a ConfigError is raised all the same. The generators are left as they were.
     """
     classes = {canonical_name(name): type(m).__name__ for name, m in model.named_modules()}
-    watch = _Watch()
+    watch = _DrawWatch()
     found = watch.found
     with generators_restored(), torch.no_grad():
         before = _states_outside_torch()
@@ -157,7 +157,7 @@ def _shape_of(func: Any, args: Sequence[Any]) -> Shape:
     return shape[:-1] if "attention" in func._schema.name else shape
 
 
-class _Watch(TorchDispatchMode):
+class _DrawWatch(TorchDispatchMode):
     """Records the draws of each innermost module."""
 
     def __init__(self) -> None:

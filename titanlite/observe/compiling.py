@@ -7,8 +7,8 @@ from typing import Any
 from torch._dynamo.callback import callback_handler
 
 
-class CompileReport:
-    """`with CompileReport("4 blocks with inductor", say): ...`, and `end_step` after each step.
+class CompileMonitor:
+    """`with CompileMonitor("4 blocks with inductor", say): ...`, and `end_step` after each step.
 
     Calls `say` with a line when Dynamo starts, in the first forward pass, and again if a later step
     needs new graphs, such as the first validation. `what` describes what is compiled. The time is
@@ -22,7 +22,7 @@ class CompileReport:
         self._started: float | None = None
         self._has_compiled = False
 
-    def __enter__(self) -> "CompileReport":
+    def __enter__(self) -> "CompileMonitor":
         callback_handler.register_start_callback(self._start)
         callback_handler.register_end_callback(self._end)
         return self

@@ -31,7 +31,7 @@ from titanlite.training.step import StepResult
 
 if TYPE_CHECKING:
     # It imports Dynamo, which takes seconds, so it is imported only if something is compiled.
-    from titanlite.observe.compiling import CompileReport
+    from titanlite.observe.compiling import CompileMonitor
 
 FIRST_SCREEN, CURVE, LOADS = "first_screen.txt", "loss.png", "expert_loads.png"
 
@@ -121,14 +121,14 @@ class Reporter:
         self._compiling = self._report_compiling()
         self._draw_pipeline = self._record_pipeline()
 
-    def _report_compiling(self) -> "CompileReport | None":
+    def _report_compiling(self) -> "CompileMonitor | None":
         """The report on compilation; None if nothing is compiled, and on ranks other than 0."""
         row = next((row for row in self._job.applied if row.feature == "compile"), None)
         if row is None or row.active == "off" or not self._job.world.is_first:
             return None
-        from titanlite.observe.compiling import CompileReport
+        from titanlite.observe.compiling import CompileMonitor
 
-        return self._exits.enter_context(CompileReport(row.note, self._progress.print))
+        return self._exits.enter_context(CompileMonitor(row.note, self._progress.print))
 
     def _open_log(self) -> None:
         config = self._job.config

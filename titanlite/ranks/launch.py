@@ -153,7 +153,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         start_fork_server()
         # Only `close` removes it: ranks need it until they have ended, also at interpreter exit.
         self._folder = Path(tempfile.mkdtemp(prefix="titanlite-"))
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_RankProcess] = []
         # Only this process keeps the other end open. It closes when this process ends or dies.
         lifeline, held = context.Pipe(duplex=False)
         # Must run before multiprocessing joins its children at exit, which would wait for these.
@@ -170,7 +170,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
             with _hidden_main():
                 process.start()
             theirs.close()
-            self._ranks.append(_Rank(process, ours))
+            self._ranks.append(_RankProcess(process, ours))
         lifeline.close()
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
@@ -272,7 +272,7 @@ def not_done(pending: Collection[int], timeout_seconds: float | None) -> RankErr
 
 
 @dataclass
-class _Rank:
+class _RankProcess:
     process: multiprocessing.process.BaseProcess
     connection: Connection
 
@@ -310,7 +310,7 @@ def _how_ended(exit_code: int) -> str:
     return f"was killed by {signal.Signals(-exit_code).name}"
 
 
-def _end(ranks: list[_Rank], folder: Path, held: Connection) -> None:
+def _end(ranks: list[_RankProcess], folder: Path, held: Connection) -> None:
     """End all ranks: each exits when its connection closes, or is killed after END_SECONDS."""
     for rank in ranks:
         rank.connection.close()

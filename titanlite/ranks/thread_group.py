@@ -92,7 +92,7 @@ class ThreadWork(_Work):
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: InFlight,
         done: Happening,
         result: list[Tensor],
         sent: _Message | None = None,
@@ -144,7 +144,7 @@ class ThreadWork(_Work):
         return future
 
 
-class Exchange:
+class InFlight:
     """What the groups of a world share: the collectives and messages that are under way."""
 
     def __init__(self, turns: Turns) -> None:
@@ -171,7 +171,7 @@ class _Message:
 class ThreadGroup(_ProcessGroup):
     """The group `name` of the ranks `ranks` of the world, as seen by the `rank`-th of them."""
 
-    def __init__(self, exchange: Exchange, name: str, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(self, exchange: InFlight, name: str, rank: int, ranks: Sequence[int]) -> None:
         super().__init__(rank, len(ranks))
         self._exchange, self._rank, self.ranks = exchange, rank, tuple(ranks)
         self._key, self._number = name, 0

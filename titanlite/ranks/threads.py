@@ -36,7 +36,7 @@ from titanlite.ranks.hang_state import REMEMBERED_CALLS, stack_of
 from titanlite.ranks.machine import MOST_THREADS
 from titanlite.ranks.report import Account, Call, Message, Report, write_report
 from titanlite.ranks.signals import StopRequest
-from titanlite.ranks.thread_group import BACKEND, Exchange, ThreadGroup
+from titanlite.ranks.thread_group import BACKEND, InFlight, ThreadGroup
 from titanlite.ranks.turns import Turns, current_rank, is_rank
 from titanlite.ranks.unwatched import Unwatched
 
@@ -148,7 +148,7 @@ class ThreadWorld(Unwatched):
         self.size = len(places)
         self._places = [replace(place, orders=stop) for place in places]
         self.turns = Turns(self.size, self._stuck, self._enter, self._leave)
-        self.exchange = Exchange(self.turns)
+        self.exchange = InFlight(self.turns)
         self.axes: dict[str, str] = {}
         self.stuck: Report | None = None
         """Where the ranks were once none of them could go on."""

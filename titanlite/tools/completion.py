@@ -17,7 +17,7 @@ from typing import Any
 from titanlite.config.keys import Key, job_keys
 from titanlite.registry import DATASETS, MODELS
 from titanlite.schedule import SCHEDULES
-from titanlite.tools.options import Parser
+from titanlite.tools.options import CommandParser
 
 REGISTERED = {
     "--model.name": MODELS,
@@ -33,7 +33,7 @@ def show(
     arguments: Sequence[str], commands: Mapping[str, Any], run: Callable[[Sequence[str]], int]
 ) -> int:
     """Print the script for `commands` (titanlite/cli.py), which `run` runs; returns the status."""
-    parser = Parser(
+    parser = CommandParser(
         prog="titanlite completion",
         description="Print a script with which a shell completes commands, options, TOML files and "
         "the keys of a job. docs/start/install.md says where it goes.",

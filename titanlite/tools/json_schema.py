@@ -8,7 +8,7 @@ from typing import Any
 
 from titanlite.config.keys import KINDS, Key, job_keys, job_sections, model_keys
 from titanlite.registry import MODELS
-from titanlite.tools.options import Parser
+from titanlite.tools.options import CommandParser
 
 LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 OTHERS = {"list": "array", "value": "object"}
@@ -17,7 +17,7 @@ OTHERS = {"list": "array", "value": "object"}
 def main(arguments: Sequence[str]) -> int:
     """Print it; returns the exit status."""
     about = "Print the JSON Schema of a job; docs/configuration.md says how editors use it."
-    Parser(prog="titanlite schema", description=about).parse_args(arguments)
+    CommandParser(prog="titanlite schema", description=about).parse_args(arguments)
     print(json.dumps(json_schema(), indent=1))
     return 0
 

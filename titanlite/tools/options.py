@@ -26,8 +26,8 @@ def split_options(
 ) -> tuple[dict[str, Any], list[str]]:
     """The options of a command by attribute name, in their order, and the arguments of its job.
 
-    `values` has the type of each option that has a value, as for a Parser. A word without dashes is
-    the file of the job. With --help, prints `text` and exits. Raises ConfigError.
+    `values` has the type of each option that has a value, as for a CommandParser. A word without
+    dashes is the file of the job. With --help, prints `text` and exits. Raises ConfigError.
     """
     if {"-h", "--help"} & set(arguments):
         print(fitted(text))
@@ -96,7 +96,7 @@ def refuse_unknown(
             raise ConfigError(f"--{name}: there is no such option; {meant}")
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are one line, and which says what a misspelled word means."""
 
     def __init__(self, prog: str, usage: str = "", **more: Any) -> None:
@@ -131,7 +131,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def choice(known: Iterable[str], more: Iterable[str] = ()) -> Callable[[str], str]:
-    """The type of an option of a Parser that is one of `known`; advises those and `more`."""
+    """The type of an option of a CommandParser that is one of `known`; advises those and `more`."""
 
     def choose(text: str) -> str:
         if text in known:
@@ -143,7 +143,7 @@ def choice(known: Iterable[str], more: Iterable[str] = ()) -> Callable[[str], st
 
 
 def whole(text: str) -> int:
-    """An integer, for the type of an option of a Parser."""
+    """An integer, for the type of an option of a CommandParser."""
     try:
         return int(text)
     except ValueError:
@@ -151,7 +151,7 @@ def whole(text: str) -> int:
 
 
 def positive(text: str, least: int = 1) -> int:
-    """A number of at least 1, or `least`, for the type of an option of a Parser."""
+    """A number of at least 1, or `least`, for the type of an option of a CommandParser."""
     if whole(text) < least:
         raise argparse.ArgumentTypeError(f"{text} is less than {least}")
     return whole(text)

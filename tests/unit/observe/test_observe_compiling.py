@@ -5,7 +5,7 @@ import re
 import torch
 from torch import Tensor
 
-from titanlite.observe.compiling import CompileReport
+from titanlite.observe.compiling import CompileMonitor
 
 
 def test_a_run_says_that_it_compiles_before_it_does_and_how_long_it_took() -> None:
@@ -17,7 +17,7 @@ def test_a_run_says_that_it_compiles_before_it_does_and_how_long_it_took() -> No
         return graph
 
     double = torch.compile(lambda x: 2 * x, backend=backend, dynamic=False)
-    with CompileReport("1 block with inductor", said.append) as report:
+    with CompileMonitor("1 block with inductor", said.append) as report:
         double(torch.ones(2))
         report.end_step()
         # The next step finds its graph.

@@ -33,7 +33,7 @@ from titanlite.observe.terminal import telling
 from titanlite.parallelize.lora.spec import LoRA
 from titanlite.registry import MODELS
 from titanlite.tools.convert.stored import find_checkpoint, stored_sections
-from titanlite.tools.options import Parser, say
+from titanlite.tools.options import CommandParser, say
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,7 +48,7 @@ DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16")
 @telling("converting")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    parser = Parser(
+    parser = CommandParser(
         prog="titanlite convert",
         description="Convert the weights of a checkpoint to a Hugging Face folder or to one "
         ".safetensors file, or either of these to a checkpoint that holds only weights.",

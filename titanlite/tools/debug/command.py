@@ -99,7 +99,7 @@ def _record(start: Start, path: str, step: int) -> int:
 
 
 @dataclass
-class Options:
+class DebugOptions:
     """The parsed command line; `words` are the arguments of the job."""
 
     words: list[str]
@@ -108,10 +108,10 @@ class Options:
     step: int = 0
 
 
-def _parse(arguments: Sequence[str]) -> Options:
+def _parse(arguments: Sequence[str]) -> DebugOptions:
     values = {"--rank": rank_number, "--record": _picture, "--step": positive}
     found, words = split_options(arguments, values, text=HELP)
-    options = Options(words, **found)
+    options = DebugOptions(words, **found)
     if options.step and not options.record:
         raise ConfigError("--step: is the step that --record draws; add --record FILE.html")
     if options.record and options.rank is not None:

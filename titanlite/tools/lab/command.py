@@ -21,7 +21,7 @@ from titanlite.observe.terminal import folded, telling
 from titanlite.tools.lab.exercises.command import main as exercise
 from titanlite.tools.lab.experiments import EXPERIMENTS
 from titanlite.tools.lab.table import Table
-from titanlite.tools.options import Parser, choice, fitted, positive
+from titanlite.tools.options import CommandParser, choice, fitted, positive
 
 Experiment = Callable[..., Table]
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     if arguments[:1] == ["exercise"]:
         return exercise(arguments[1:])
-    parser = Parser(
+    parser = CommandParser(
         prog="titanlite lab",
         description="Distributed training from scratch, on real processes of this machine.",
     )

@@ -9,12 +9,12 @@ from titanlite.errors import ConfigError
 from titanlite.observe.terminal import folded, telling
 from titanlite.tools.learn.curves import PICTURES
 from titanlite.tools.learn.topics import TOPICS, Numbers, Runs, Topic
-from titanlite.tools.options import Parser, choice, fitted, write
+from titanlite.tools.options import CommandParser, choice, fitted, write
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
-    parser = Parser(
+    parser = CommandParser(
         prog="titanlite learn",
         description="For a topic of parallel training: a question, its formula, and the number "
         "that the formula gives, simulated and measured on this machine. docs/learn.md explains.",

@@ -18,7 +18,7 @@ from titanlite.tools.figures.mesh_drawing import draw_mesh
 from titanlite.tools.figures.palette import uses_color
 from titanlite.tools.figures.timeline import Timeline
 from titanlite.tools.figures.trace import make_trace
-from titanlite.tools.options import Parser, positive, say, write
+from titanlite.tools.options import CommandParser, positive, say, write
 from titanlite.tools.planner.advice import advise
 from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.hardware import Hardware, known_hardware, load_hardware
@@ -111,9 +111,9 @@ def _words(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     return [f"--job.config_file={options.job}"], []
 
 
-def _parser() -> Parser:
+def _parser() -> CommandParser:
     usage = "titanlite plan JOB.toml|--hf FILE [options] [--section.key=value ...]"
-    parser = Parser("titanlite plan", usage, description=__doc__)
+    parser = CommandParser("titanlite plan", usage, description=__doc__)
     add = parser.add_argument
     add("job", nargs="?", help="the TOML file of the job")
     add("--json", metavar="FILE", help="write all figures to a file")

@@ -103,7 +103,7 @@ def stand_ins(device_type: str = "cpu", *, fuses_norms: bool = True) -> Iterator
             stack.enter_context(patch.object(FakeTensor, "is_pinned", lambda *_: True, create=True))
             if fuses_norms and not torch.cuda.is_available():
                 stack.enter_context(patch.object(torch, "rms_norm", fused_rms_norm))
-        stack.enter_context(supported_as(PlannedGpu() if device_type == "cuda" else Planned()))
+        stack.enter_context(supported_as(PlannedGpu() if device_type == "cuda" else FewChunks()))
         for place, name, stand_in in (
             (torch, "compile", partial(compile_as_graph, torch.compile)),
             (functional_collectives, "_are_we_tracing", is_compiling),
@@ -116,7 +116,7 @@ def stand_ins(device_type: str = "cpu", *, fuses_norms: bool = True) -> Iterator
         yield
 
 
-class Planned(DeviceSupport):
+class FewChunks(DeviceSupport):
     """Of a loss's equal chunks, which can be hundreds, three run in a trace and stand for all."""
 
     def chunks(self, size: int, tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
@@ -148,7 +148,7 @@ class FlashOfGpu(CpuFlash):
     takes_masks = False
 
 
-class PlannedGpu(Planned):
+class PlannedGpu(FewChunks):
     """A GPU, which may not be here, or may copy from a host whose memory is planned too."""
 
     flash = FlashOfGpu()

@@ -27,10 +27,10 @@ def on_streams(events: Iterable[Event]) -> list[Event]:
     With CPU offload, a gather comes after the copies of its shards to the device, and the copies of
     gradients to the host after their reduction and before the next one.
     """
-    return list(_Streams().run(events))
+    return list(_FsdpStreams().run(events))
 
 
-class _Streams:
+class _FsdpStreams:
     def __init__(self) -> None:
         self._gathers: deque[int] = deque()
         # 0 for none, which no communication has.

@@ -23,7 +23,7 @@ from titanlite.tools.planner.planning import plan_job, resolve
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRun:
     """A published run: a job with further `keys`, on hardware, and its `speed` on a GPU in `unit`.
 
     `flops` are those that the source counts in a step of all GPUs. `gib` is what torch reserved. Of
@@ -54,7 +54,7 @@ class Row:
 class Planned:
     """The plan of a row: speed and GiB in its units, and their errors; + is too fast, too much."""
 
-    row: Row
+    row: PublishedRun
     command: str
     speed: float
     gib: float
@@ -65,7 +65,7 @@ class Planned:
     """Whether the ranges of the plan have the run's speed and memory."""
 
 
-def read_rows(file: Path) -> list[Row]:
+def read_rows(file: Path) -> list[PublishedRun]:
     """The rows of a file; raises ConfigError."""
     values: list[dict[str, Any]] = []
     try:
@@ -82,10 +82,10 @@ def read_rows(file: Path) -> list[Row]:
         for key in ("job", "hardware"):
             if str(value.get(key)).endswith(".toml"):
                 value[key] = os.path.join(file.parent, value[key])
-    return validated(list[Row], values, file.name)
+    return validated(list[PublishedRun], values, file.name)
 
 
-def plan_row(row: Row) -> Planned:
+def plan_row(row: PublishedRun) -> Planned:
     """The plan of a row, the fastest that fits of those tried."""
     device = load_hardware(row.hardware)
     found: list[tuple[bool, float, Planned]] = []

@@ -32,7 +32,7 @@ HOST = "host"
 
 
 @dataclass(frozen=True)
-class Traffic:
+class AxisTraffic:
     """The communications of one axis, kind and phase on one rank.
 
     `num_bytes` are those of whole tensors. The rank's main stream waits for `exposed_seconds` of
@@ -74,7 +74,7 @@ class SegmentTime:
 
     seconds: float
     compute_seconds: dict[str, float]
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[AxisTraffic, ...]
     launch_seconds: float
     idle_seconds: float
     flops: float
@@ -135,22 +135,22 @@ def time_events(events: Iterable[Event], cost: Cost, rank: int = 0) -> SegmentTi
     )
 
 
-def _traffic_of(times: streams.StreamTimes) -> Iterator[Traffic]:
+def _traffic_of(times: streams.StreamTimes) -> Iterator[AxisTraffic]:
     for (stream, label), of in times.traffic.items():
         kind, phase = label.split("|")
         axis = stream.split(" ")[0]
-        yield Traffic(
+        yield AxisTraffic(
             axis, kind, phase, of.count, of.num_bytes, of.busy_seconds, of.exposed_seconds
         )
 
 
-def add_up(parts: Iterable[tuple[Traffic, int]]) -> tuple[Traffic, ...]:
+def add_up(parts: Iterable[tuple[AxisTraffic, int]]) -> tuple[AxisTraffic, ...]:
     """The traffic of all parts, by axis, kind and phase; each part runs a number of times."""
-    found: dict[tuple[str, str, str], Traffic] = {}
+    found: dict[tuple[str, str, str], AxisTraffic] = {}
     for one, times in parts:
         key = one.axis, one.kind, one.phase
-        known = found.get(key, Traffic(*key, 0, 0.0, 0.0, 0.0))
-        found[key] = Traffic(
+        known = found.get(key, AxisTraffic(*key, 0, 0.0, 0.0, 0.0))
+        found[key] = AxisTraffic(
             *key,
             known.count + one.count * times,
             known.num_bytes + one.num_bytes * times,

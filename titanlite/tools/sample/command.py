@@ -26,7 +26,7 @@ from titanlite.ranks.fork_server import prepare_environment
 from titanlite.ranks.launch import Place
 from titanlite.start import check_start, run_job
 from titanlite.tools.convert.stored import ASKED, find_checkpoint, stored_sections
-from titanlite.tools.options import Parser, positive
+from titanlite.tools.options import CommandParser, positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,9 @@ BUILT_AT_ONCE = 10_000_000
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    parser = Parser(prog="titanlite sample", description="Sample from the model in a checkpoint.")
+    parser = CommandParser(
+        prog="titanlite sample", description="Sample from the model in a checkpoint."
+    )
     add = parser.add_argument
     add("checkpoint", type=Path, help="step-N, a folder of them, or .safetensors")
     add("--out", type=Path, metavar="FILE", help="images: a PNG; text is printed without it")

@@ -51,7 +51,7 @@ def split(values: Sequence[Any], part: int, parts: int) -> Sequence[Any]:
     return values[len(values) * part // parts : len(values) * (part + 1) // parts]
 
 
-class Part:
+class Shard:
     """The weights of a part of a layer that this rank holds, and their gradients.
 
     `share` is the part's share of the weights and the compute of a layer.
@@ -84,7 +84,7 @@ class Part:
         ]
 
 
-class IntegerAttention(Part):
+class IntegerAttention(Shard):
     """Queries, keys and output of the heads that this rank holds.
 
     `first` is the position of the rank's first token. `gather_keys` and `scatter_gradients` are
@@ -131,7 +131,7 @@ class IntegerAttention(Part):
         return add(matmul(to_queries, transpose(query)), matmul(to_keys, transpose(key)))
 
 
-class IntegerFeedForward(Part):
+class IntegerFeedForward(Shard):
     """Two linear layers with a ReLU between them: the hidden units that this rank holds."""
 
     share = 1 - IntegerAttention.share
@@ -162,13 +162,13 @@ def make_layers(
     *,
     experts: Sequence[int] = (),
     **context_parallel: Any,
-) -> list[Part]:
+) -> list[Shard]:
     """The parts of `layers` in forward order: for each layer its attention and feed-forward.
 
     If `experts` are given, each of them is a feed-forward. `context_parallel` are further arguments
     of each Attention.
     """
-    made: list[Part] = []
+    made: list[Shard] = []
     for layer in layers:
         names = [f"experts.{expert}" for expert in experts] or ["feed_forward"]
         made.append(
@@ -178,12 +178,12 @@ def make_layers(
     return made
 
 
-def gradients_of(parts: Iterable[Part]) -> list[int]:
+def gradients_of(parts: Iterable[Shard]) -> list[int]:
     """All gradients of `parts` in one list, which collectives can cut anywhere."""
     return flatten(gradient for part in parts for gradient in part.gradients)
 
 
-def set_gradients(parts: Iterable[Part], numbers: Iterable[int]) -> None:
+def set_gradients(parts: Iterable[Shard], numbers: Iterable[int]) -> None:
     """Store the gradients of `parts`, given as by `gradients_of`."""
     numbers = iter(numbers)
     for part in parts:
@@ -199,7 +199,7 @@ def loss_gradient(x: Matrix) -> Matrix:
     return [[2 * value for value in row] for row in x]
 
 
-def update(parts: Iterable[Part]) -> dict[str, list[list[Fraction]]]:
+def update(parts: Iterable[Shard]) -> dict[str, list[list[Fraction]]]:
     """One step of gradient descent: the new weights, by name."""
     return {
         name: [

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titanlite.tools.figures.timeline import Timeline
-from titanlite.tools.options import Parser as OptionParser
-from titanlite.tools.options import choice, require_writable, whole, write
+from titanlite.tools.options import CommandParser, choice, require_writable, whole, write
 from titanlite.tools.simulate.quantity import BYTES, SECONDS, Quantity
 from titanlite.tools.simulate.result import Simulation
 from titanlite.tools.simulate.work import SimulationError
@@ -45,7 +44,7 @@ UNUSED = {
 }
 
 
-class Parser(OptionParser):
+class Parser(CommandParser):
     """A parser that tells which options were given."""
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:

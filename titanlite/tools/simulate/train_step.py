@@ -24,7 +24,7 @@ from titanlite.tools.simulate.exact import Number, exact
 from titanlite.tools.simulate.gpu import GPU
 from titanlite.tools.simulate.integer_model import (
     Matrix,
-    Part,
+    Shard,
     add,
     flatten,
     gradients_of,
@@ -105,7 +105,7 @@ class Outcome:
     gradients: dict[str, Matrix] = field(default_factory=dict)
     weights: dict[str, list[list[Fraction]]] = field(default_factory=dict)
 
-    def store(self, parts: Iterable[Part]) -> None:
+    def store(self, parts: Iterable[Shard]) -> None:
         """Store the gradients of `parts` and their weights after one step of gradient descent."""
         for part in parts:
             self.gradients.update(zip(part.names, part.gradients, strict=True))
@@ -239,7 +239,7 @@ class _StepOfRank:
         self.last_items: Sequence[int] = ()
         self.model = self._make_model()
 
-    def _make_model(self) -> list[Part]:
+    def _make_model(self) -> list[Shard]:
         """The rank's shards: of its layers, its heads and hidden units, and its experts."""
         around = self.group["cp"]
         size = Fraction(self.workload.key_value_units) / self.degrees["tp"]
@@ -313,7 +313,7 @@ class _StepOfRank:
         return values
 
     def _experts(
-        self, own: list[Part], work: tuple[str, int], items: Sequence[int], values: list[Matrix]
+        self, own: list[Shard], work: tuple[str, int], items: Sequence[int], values: list[Matrix]
     ) -> list[Matrix]:
         """Send each item to the rank of its expert, compute it there, and send it back."""
         ranks, here, experts = self.group["ep"], self.experts_here, self.workload.experts
@@ -333,7 +333,7 @@ class _StepOfRank:
         return [found[item] for item in items]
 
     def _tensor_parallel(
-        self, part: Part, work: tuple[str, int], items: Sequence[int], values: list[Matrix]
+        self, part: Shard, work: tuple[str, int], items: Sequence[int], values: list[Matrix]
     ) -> list[Matrix]:
         """Compute this rank's partial sums of the matrix products, then all-reduce them."""
         ranks = self.group["tp"]

@@ -44,7 +44,7 @@ OWN_DTYPE = "its own"
 
 
 @dataclass
-class Plan:
+class TitanPlan:
     """A configuration as the ranks run it."""
 
     config: Any
@@ -120,7 +120,7 @@ class TitanJob:
         words = (word.partition("=")[0].lstrip("-").replace("-", "_") for word in self.options)
         return key in words
 
-    def plan(self, ranks: int | None = None) -> Plan:
+    def plan(self, ranks: int | None = None) -> TitanPlan:
         """The configuration as the ranks run it: small, in one dtype, on their own data.
 
         A shard degree of -1 is as small as it can be, or fits `ranks`. Raises ConfigError.
@@ -130,7 +130,7 @@ class TitanJob:
             raise ConfigError(f"{self.name}: its model takes no tokens; give a language model")
         training, parallelism = config.training, config.parallelism
         degrees = self._degrees(parallelism, ranks)
-        plan = Plan(config, degrees, ranks)
+        plan = TitanPlan(config, degrees, ranks)
         if self.dtype == "float32" and FUSED in kernels_of(plan):
             raise ConfigError(
                 f"--dtype: {FUSED} calls torch.mm with out_dtype, for which a CPU has no kernel; "
@@ -168,7 +168,7 @@ class TitanJob:
             raise ConfigError(f"--ranks: {ranks} ranks do not fit the degrees, which need {size}")
         return found
 
-    def _shrink(self, plan: Plan) -> None:
+    def _shrink(self, plan: TitanPlan) -> None:
         training, model = plan.config.training, plan.config.model_spec.model
         degrees = plan.degrees
         if not self.is_given(SEQ_LEN):
@@ -185,7 +185,7 @@ class TitanJob:
         if len(getattr(model, "layers", ())) < number:
             plan.smaller.append(f"{len(model.layers)} of {number} layers")
 
-    def reference(self, plan: Plan) -> Any:
+    def reference(self, plan: TitanPlan) -> Any:
         """The same on one rank: the plain model, which is not parallelized, and the whole batch."""
         config = self.read()
         training, small = config.training, plan.config
@@ -220,7 +220,7 @@ class TitanJob:
         config.checkpoint.enable = config.validator.enable = False
         config.dataloader = config.tokenizer = NoData()
 
-    def batches(self, plan: Plan, steps: int) -> list[dict[str, Tensor]]:
+    def batches(self, plan: TitanPlan, steps: int) -> list[dict[str, Tensor]]:
         """The global batch of each step, from one seed.
 
         Rows have two documents of different lengths, and every seventh label of a document's first
@@ -245,7 +245,7 @@ class TitanJob:
         return found
 
 
-def kernels_of(plan: Plan) -> Iterator[str]:
+def kernels_of(plan: TitanPlan) -> Iterator[str]:
     """The names of the model's modules, and of an optimizer, whose kernels have stand-ins."""
     from torchtitan.models.common import attention, dist_gemm, moe
 

@@ -38,7 +38,7 @@ from titanlite.tools.planner.scratch import CUDA, num_bytes
 from titanlite.tools.planner.segments import Shared
 from titanlite.tools.planner.timing import mesh_dims, step_time, time_events
 from titanlite.tools.planner.trace import record_step
-from titanlite.tools.torchtitan.job import OWN_DTYPE, Plan, TitanJob, kernels_of
+from titanlite.tools.torchtitan.job import OWN_DTYPE, TitanJob, TitanPlan, kernels_of
 from titanlite.tools.torchtitan.options import Options
 from titanlite.tools.torchtitan.pipeline import Marks, composition_of, marking
 from titanlite.tools.torchtitan.stand_ins import (
@@ -113,7 +113,7 @@ def plan_job(options: Options, hardware: Hardware | None) -> tuple[JobPlan, list
     return found, list(_describe(job, plan, traced))
 
 
-def dims_of(plan: Plan) -> ParallelDims:
+def dims_of(plan: TitanPlan) -> ParallelDims:
     """The degrees as titanlite has them, whose axes have the same names and order."""
     return ParallelDims(**plan.degrees, ep=plan.config.parallelism.expert_parallel_degree)
 
@@ -210,7 +210,7 @@ def _axes(trainer: Any, dims: ParallelDims, rank: int) -> dict[Any, tuple[str, .
     return found
 
 
-def _stage_of(plan: Plan) -> Callable[..., Any]:
+def _stage_of(plan: TitanPlan) -> Callable[..., Any]:
     """What makes a stage of a pipeline, which is told what it receives and returns.
 
     Without values, stages cannot ask each other.
@@ -243,7 +243,7 @@ def _stage_of(plan: Plan) -> Callable[..., Any]:
     return stage
 
 
-def _predict(plan: Plan, traced: list[Traced], cost: Cost) -> Prediction:
+def _predict(plan: TitanPlan, traced: list[Traced], cost: Cost) -> Prediction:
     training, one = plan.config.training, traced[0]
     tokens = training.global_batch_size * training.seq_len
     of_step: dict[str, Any] = {
@@ -259,7 +259,7 @@ def _predict(plan: Plan, traced: list[Traced], cost: Cost) -> Prediction:
     return Prediction(step, Timeline("predicted step", [], [], unit="s"), 0.0)
 
 
-def _describe(job: TitanJob, plan: Plan, traced: list[Traced]) -> Iterator[tuple[str, str]]:
+def _describe(job: TitanJob, plan: TitanPlan, traced: list[Traced]) -> Iterator[tuple[str, str]]:
     """What was planned, and what stood in for what."""
     config, dims = plan.config, dims_of(plan)
     training = config.training
@@ -284,7 +284,7 @@ def _describe(job: TitanJob, plan: Plan, traced: list[Traced]) -> Iterator[tuple
         yield "replaced", f"{name}: {PLANNED[name]}"
 
 
-def _stand_ins(plan: Plan) -> Iterator[str]:
+def _stand_ins(plan: TitanPlan) -> Iterator[str]:
     yield from ("device", "data", "weights", "graphs", "norm")
     if plan.is_other_backend:
         yield "backend"

@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from titanlite.tools.torchtitan import trainer
-from titanlite.tools.torchtitan.job import Plan, TitanJob, kernels_of
+from titanlite.tools.torchtitan.job import TitanJob, TitanPlan, kernels_of
 from titanlite.tools.torchtitan.stand_ins import STAND_INS, require_torchtitan, standing_in
 from titanlite.tools.verify.program.comparison import Comparer
 from titanlite.tools.verify.program.result import Comparison
@@ -47,7 +47,7 @@ def verify_job(options: Options, on_start: Callable[[Lines], None]) -> Compariso
             )
 
 
-def describe(job: TitanJob, plan: Plan, options: Options) -> Iterator[tuple[str, str]]:
+def describe(job: TitanJob, plan: TitanPlan, options: Options) -> Iterator[tuple[str, str]]:
     """What runs, what it is compared with, and what stands in for what."""
     degrees = " x ".join(f"{axis} {n}" for axis, n in plan.degrees.items() if n > 1) or "one rank"
     parallelism = plan.config.parallelism
@@ -74,7 +74,7 @@ def describe(job: TitanJob, plan: Plan, options: Options) -> Iterator[tuple[str,
         yield "replaced", f"{name}: {STAND_INS[name]}"
 
 
-def stand_ins(plan: Plan, job: TitanJob, options: Options) -> Iterator[str]:
+def stand_ins(plan: TitanPlan, job: TitanJob, options: Options) -> Iterator[str]:
     """The names of what stands in for something in this job."""
     yield from ("device", "data", "weights", "order")
     if plan.is_other_backend:

@@ -66,7 +66,7 @@ EXAMPLE = "titanlite verify configs/tp2_fsdp2.toml"
 
 
 @dataclass
-class Options:
+class VerifyOptions:
     """The parsed command line; `job` are the arguments for the job's own keys."""
 
     job: list[str]
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 @telling("training on one process and on the ranks of the plan")
-def verify_one(options: Options) -> int:
+def verify_one(options: VerifyOptions) -> int:
     """Verify the job that the options name."""
     from titanlite.tools.verify.report import format_header, format_verification
     from titanlite.tools.verify.verify import Verifier
@@ -150,7 +150,7 @@ def verify_one(options: Options) -> int:
     return conclude(found, ran, format_verification, options)
 
 
-def verify_matrix(options: Options) -> int:
+def verify_matrix(options: VerifyOptions) -> int:
     """Verify every pair of features."""
     from titanlite.tools.verify.matrix import run_matrix
 
@@ -175,10 +175,10 @@ def verify_matrix(options: Options) -> int:
     )
 
 
-def parse(arguments: Sequence[str]) -> Options:
+def parse(arguments: Sequence[str]) -> VerifyOptions:
     """Parse the options; raises ConfigError for a wrong one."""
     given, job = split_options(arguments, VALUES, FLAGS, text=HELP)
-    options = Options(job, **given)
+    options = VerifyOptions(job, **given)
     if options.until_stable and options.steps is not None:
         raise ConfigError("--until-stable: chooses the steps itself; remove it or --steps")
     if options.threads and options.processes:

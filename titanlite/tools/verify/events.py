@@ -302,7 +302,7 @@ def _is_again() -> bool:
     return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
 
 
-class Watch(TorchDispatchMode):
+class OperatorWatch(TorchDispatchMode):
     """Notes the line of the caller's code, outside the folders `foreign`, at every operator, and
     with `keeps_values` what it returns.
     """

@@ -30,7 +30,7 @@ from titanlite.registry import is_over_batch
 from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.caller_lines import OF_PYTHON, PACKAGE
 from titanlite.tools.verify.cells import cells_file, cells_of, cut_cells, shares_of
-from titanlite.tools.verify.events import Events, Watch, tensors_of
+from titanlite.tools.verify.events import Events, OperatorWatch, tensors_of
 from titanlite.tools.verify.inspect_model import unchanged_buffers
 from titanlite.tools.verify.jobs import Microbatches, Patch, microbatches_of
 from titanlite.tools.verify.opened import open_job, subject_of
@@ -184,7 +184,7 @@ def trace_plan(
             _positions_of(job) as given,
             _scales_of(job) as scaled,
             recorded_routing(job) as routed,
-            contextlib.nullcontext() if is_compiled else Watch(kept, FOREIGN_TO_JOBS),
+            contextlib.nullcontext() if is_compiled else OperatorWatch(kept, FOREIGN_TO_JOBS),
         ):
             loss = None
             if evaluates:

@@ -305,7 +305,7 @@ def test_a_trace_runs_three_chunks_of_a_loss_and_has_all(monkeypatch: pytest.Mon
     for _ in range(2):
         trace = trace_rank(resolved, 0)
         found.append(([e for e in trace.events if isinstance(e, Operator)], trace.peak()))
-        monkeypatch.setattr(fake_world.Planned, "chunks", DeviceSupport.chunks)
+        monkeypatch.setattr(fake_world.FewChunks, "chunks", DeviceSupport.chunks)
     few, every = found
     assert few == every
     assert len({*map(id, few[0])}) < len({*map(id, every[0])}) / 2

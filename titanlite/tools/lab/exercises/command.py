@@ -10,12 +10,12 @@ from titanlite.errors import ConfigError
 from titanlite.observe.terminal import telling
 from titanlite.tools.lab.exercises import EXERCISES
 from titanlite.tools.lab.exercises.exercise import Exercise, load_answer, load_exercise
-from titanlite.tools.options import Parser, fitted, write
+from titanlite.tools.options import CommandParser, fitted, write
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 if the answer is right or nothing was judged, 1 if it is wrong."""
-    parser = Parser(
+    parser = CommandParser(
         prog="titanlite lab exercise",
         description="Exercises of the lab's notes, judged on real ranks. "
         "Without a name, all are listed.",

@@ -30,7 +30,7 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
 
 def run_items(
     gpu: GPU, work: StepWorkload, items: Sequence[int]
-) -> tuple[list[integers.Part], Outcome]:
+) -> tuple[list[integers.Shard], Outcome]:
     """Both passes of these items through the whole model."""
     # The model: for each layer an attention and a feed-forward.
     model = integers.make_layers(range(work.layers), work.width)
@@ -46,7 +46,7 @@ def run_items(
 
 def run_item(
     gpu: GPU,
-    model: Sequence[integers.Part],
+    model: Sequence[integers.Shard],
     work: StepWorkload,
     item: int,
     outcome: Outcome,
@@ -63,7 +63,7 @@ def run_item(
 
 def run_layers(
     gpu: GPU,
-    model: Sequence[integers.Part],
+    model: Sequence[integers.Shard],
     work: StepWorkload,
     kind: str,
     item: int,

@@ -39,7 +39,7 @@ def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     weight_units = work.layer_gradient_units / ways
     gpu.allocate("model", 4 * weight_units * sum(part.share for part in model))
 
-    def run_part(kind: str, part: integers.Part, item: int, x: integers.Matrix) -> integers.Matrix:
+    def run_part(kind: str, part: integers.Shard, item: int, x: integers.Matrix) -> integers.Matrix:
         units, memory = part.share * work.layer_units(kind) / ways, part.share * weight_units
         gpu.compute(kind, units, memory_units=memory, work=(kind, part.layer, item))
         partial = part.forward(item, x) if kind == "F" else part.backward(item, x)

@@ -72,7 +72,7 @@ def wrong_lines(
     parts = {
         n for n, (own, whole, share) in pairs.items() if own.numel() * share[1] < whole.numel()
     }
-    search = _Search(
+    search = _LineSearch(
         values, known, others, instead, states, wrong, unjudged, shares, rows, borders, parts
     ).found()
     lines = tuple(itertools.islice(search, MOST_LINES))
@@ -266,7 +266,7 @@ def _shares(
 
 
 @dataclass
-class _Search:
+class _LineSearch:
     """Values with their states, and those that are wrong on some rank."""
 
     values: Values

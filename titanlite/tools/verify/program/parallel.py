@@ -26,7 +26,7 @@ from titanlite.modules.shards import fsdp_groups, local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending
 from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
-from titanlite.tools.verify.events import Events, Watch
+from titanlite.tools.verify.events import Events, OperatorWatch
 from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
@@ -276,7 +276,7 @@ class _Measuring:
             if self.request.modules:
                 exits.enter_context(subject.recorded(kept))
             if step == self.watched:
-                exits.enter_context(Watch(kept, keeps_values=True))
+                exits.enter_context(OperatorWatch(kept, keeps_values=True))
                 exits.enter_context(listening(kept))
                 exits.enter_context(watching_saved(kept))
             yield

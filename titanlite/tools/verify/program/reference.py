@@ -19,7 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from titanlite import pickles
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import agreement, dense
-from titanlite.tools.verify.events import Events, Watch
+from titanlite.tools.verify.events import Events, OperatorWatch
 from titanlite.tools.verify.inspect_model import watched
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
 from titanlite.tools.verify.program.request import Request
@@ -88,7 +88,7 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
             if request.modules:
                 exits.enter_context(subject.recorded(kept))
             if step == watched_step:
-                exits.enter_context(Watch(kept, keeps_values=True))
+                exits.enter_context(OperatorWatch(kept, keeps_values=True))
                 exits.enter_context(watching_saved(kept))
             loss = built.run_step(batch) or 0.0
         record.changed[step] = changed(after, kept.start)
