@@ -123,7 +123,7 @@ class HFFormat:
         except INVALID as error:
             return [str(error)]
         return [
-            f"has {name} {_told(there)}, and the [model] {_told(here)}"
+            f"has {name} {_shown(there)}, and the [model] {_shown(here)}"
             for name, (there, here) in pairs.items()
             if there != here
         ]
@@ -203,8 +203,8 @@ def require(found: Mapping[str, Any], key: str, *legal: Any, default: Any = "not
     `default` is the value of a missing key.
     """
     if (value := found.get(key, default)) not in legal:
-        raise ValueError(f"has {key} {_told(value)}, and this model {_told(legal[0])}")
+        raise ValueError(f"has {key} {_shown(value)}, and this model {_shown(legal[0])}")
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return shown(value if isinstance(value, str) else repr(value))

@@ -180,10 +180,10 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
-        raise BrokenCheckpointError(f"{MANIFEST}: {told_invalid(error)}") from error
+        raise BrokenCheckpointError(f"{MANIFEST}: {describe_invalid(error)}") from error
 
 
-def told_invalid(error: ValidationError) -> str:
+def describe_invalid(error: ValidationError) -> str:
     """The first problem, as `key.of.value: what is expected`."""
     first = error.errors()[0]
     place = shown(".".join(str(part) for part in first["loc"] if part != "[key]"))

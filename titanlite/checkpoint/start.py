@@ -13,7 +13,7 @@ from titanlite.checkpoint.folder import CheckpointFolder, Found, look_at
 from titanlite.checkpoint.group import CheckpointGroup
 from titanlite.checkpoint.manifest import BrokenCheckpointError, Manifest, check_files
 from titanlite.checkpoint.metadata import read_metadata
-from titanlite.checkpoint.storage import load, stored_tensors, tensors_in, told_by_rank
+from titanlite.checkpoint.storage import load, naming_rank, stored_tensors, tensors_in
 from titanlite.checkpoint.weights import load_safetensors
 from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.errors import ConfigError, quote
@@ -99,7 +99,7 @@ def load_weights(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGrou
         if has_none:
             pieces = {name: piece for name, piece in pieces.items() if not adapted_layer(name)}
         stored = tensors_in(metadata, manifest.files)
-        with told_by_rank(f"checkpoint: loading {path}"):
+        with naming_rank(f"checkpoint: loading {path}"):
             load(state.averaged(pieces, stored), path, ranks.group, metadata)
         return
     has_adapters = manifest.stored_as == "peft"
@@ -185,7 +185,7 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGr
         average = job.trainer.average
         keys = () if average is None else average.keys
         _use(path, ranks, lambda: pieces.update(state.make_optimizer_state(job, stored, keys)))
-    with told_by_rank(f"checkpoint: loading {path}"):
+    with naming_rank(f"checkpoint: loading {path}"):
         load(pieces, path, ranks.group, metadata)
     _use(path, ranks, lambda: state.check_counts(job))
     if "lr_scheduler" not in left_out:

@@ -353,7 +353,7 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 @contextlib.contextmanager
-def told_by_rank(what: str) -> Iterator[None]:
+def naming_rank(what: str) -> Iterator[None]:
     """Raise what DCP raises inside as one line: `what`, the lowest rank that failed, and why."""
     try:
         yield

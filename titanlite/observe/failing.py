@@ -47,9 +47,9 @@ def naming_failures(job: Job, *, every: bool = False) -> Iterator[None]:
         chain: list[BaseException] = [error]
         while chain[-1].__cause__ is not None:
             chain.append(chain[-1].__cause__)
-        told_inside = next((one for one in chain if isinstance(one, TitanliteError)), None)
-        if told_inside is not None and not every:
-            raise told_inside from None
+        own_error = next((one for one in chain if isinstance(one, TitanliteError)), None)
+        if own_error is not None and not every:
+            raise own_error from None
         frames = [frame for one in chain for frame, _ in traceback.walk_tb(one.__traceback__)]
         line = next(filter(None, map(user_line, reversed(chain))), "")
         message = " ".join(str(chain[-1]).split())

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from titanlite.ranks.report import Account, Call, Message
+from titanlite.ranks.report import Call, Message, RankState
 from titanlite.ranks.stacks import CodePlace
 from titanlite.ranks.turns import is_rank
 
@@ -78,45 +78,45 @@ PLUMBING = (
 )
 
 
-def take_account(
+def take_state(
     rank: int,
     thread: int,
     *,
     axes: dict[str, str] | None = None,
     error: BaseException | None = None,
-) -> Account:
+) -> RankState:
     """The state of this process, from the stack of `thread`, its main thread, or of `error`.
 
     `axes` maps the names of process groups to their mesh axes.
     """
-    account = Account(rank)
+    state = RankState(rank)
     frames = _frames(thread, error)
     saves = _is_saving(frames)
-    account.site = call_site(places_of(reversed(frames))) or UNKNOWN
+    state.site = call_site(places_of(reversed(frames))) or UNKNOWN
     if saves and error is None and (behind := _frames_of_save(thread)):
         # The main thread waits for the thread that saves, so report where that thread is.
         frames = behind
-        account.site = call_site(places_of(reversed(frames))) or account.site
-    account.stack = [show_place(*place) for place in places_of(frames)]
+        state.site = call_site(places_of(reversed(frames))) or state.site
+    state.stack = [show_place(*place) for place in places_of(frames)]
     if error is not None:
-        account.error = f"{type(error).__name__}: {error}".splitlines()[0]
+        state.error = f"{type(error).__name__}: {error}".splitlines()[0]
     if not dist.is_initialized():
-        return account
-    account.groups = group_ranks(axes or {})
-    account.calls = recorded_calls(REMEMBERED_CALLS)
-    for index, call in enumerate(account.calls):
-        if account.groups.get(call.group, ("", ()))[0] == CHECKPOINTS:
-            site = account.site if call.site == UNKNOWN else call.site
-            account.calls[index] = replace(call, site=site, is_done=call.is_done or not saves)
-    if not account.pending():
-        account.message = find_message(frames, account.groups) or recorded_message(account.groups)
-        if error is not None and account.calls and not (account.message and account.message.peers):
+        return state
+    state.groups = group_ranks(axes or {})
+    state.calls = recorded_calls(REMEMBERED_CALLS)
+    for index, call in enumerate(state.calls):
+        if state.groups.get(call.group, ("", ()))[0] == CHECKPOINTS:
+            site = state.site if call.site == UNKNOWN else call.site
+            state.calls[index] = replace(call, site=site, is_done=call.is_done or not saves)
+    if not state.pending():
+        state.message = find_message(frames, state.groups) or recorded_message(state.groups)
+        if error is not None and state.calls and not (state.message and state.message.peers):
             # The recorder may list the failed call as completed. Take the last call from the
             # same line of code, or else the last call.
-            at = [n for n, call in enumerate(account.calls) if call.site == account.site] or [-1]
-            account.calls[at[-1]] = replace(account.calls[at[-1]], is_done=False)
-            account.message = None
-    return account
+            at = [n for n, call in enumerate(state.calls) if call.site == state.site] or [-1]
+            state.calls[at[-1]] = replace(state.calls[at[-1]], is_done=False)
+            state.message = None
+    return state
 
 
 def stack_of(thread: int) -> tuple[list[str], str]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from titanlite.errors import OrderError
 from titanlite.ranks.hang_state import group_ranks, names_of, recorded_calls
 from titanlite.ranks.peers import Peers
-from titanlite.ranks.report import Account, Call, find_astray
+from titanlite.ranks.report import Call, RankState, find_astray
 
 AFTER = "; this step did not change the weights"
 
@@ -47,19 +47,19 @@ class OrderCheck:
             self._compared[name] = calls[-1].number
 
     def _find_difference(self, new: dict[str, list[Call]]) -> None:
-        account = Account(
+        state = RankState(
             dist.get_rank(),
             calls=[call for calls in new.values() for call in calls],
             groups=group_ranks(self._axes),
         )
-        everyone = self._peers.gathered(account)
-        groups = {name: group for account in everyone for name, group in account.groups.items()}
-        accounts = {account.rank: account for account in everyone}
-        astray = find_astray(accounts, groups, by_site=True)
+        everyone = self._peers.gathered(state)
+        groups = {name: group for state in everyone for name, group in state.groups.items()}
+        states = {state.rank: state for state in everyone}
+        astray = find_astray(states, groups, by_site=True)
         if astray is not None:
             raise OrderError(f"rank {astray.rank}: {astray.text}{AFTER}")
         for name, (axis, ranks) in groups.items():
-            counts = {rank: accounts[rank].last_number(name) for rank in ranks}
+            counts = {rank: states[rank].last_number(name) for rank in ranks}
             if len(set(counts.values())) > 1:
                 fewest = min(counts, key=lambda rank: (counts[rank], rank))
                 raise OrderError(

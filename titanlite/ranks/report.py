@@ -62,7 +62,7 @@ class Message:
 
 
 @dataclass
-class Account:
+class RankState:
     """The state of one rank: its stack, the collectives it called, and what it waits for."""
 
     rank: int
@@ -78,8 +78,8 @@ class Account:
     """How this rank left the run; "" if it has not."""
 
     @classmethod
-    def of_dict(cls, values: dict[str, Any]) -> "Account":
-        """The account of these `values`, which asdict made, and which may have been JSON since."""
+    def of_dict(cls, values: dict[str, Any]) -> "RankState":
+        """The state of these `values`, which asdict made, and which may have been JSON since."""
         message = values.pop("message")
         if message is not None:
             message = Message(**{**message, "peers": tuple(message["peers"])})
@@ -132,7 +132,7 @@ class Astray:
 
 
 def write_report(
-    accounts: Mapping[int, Account],
+    states: Mapping[int, RankState],
     absent: Mapping[int, Absent],
     reason: str = "",
     describe_place: Callable[[int], str] = lambda rank: "",
@@ -141,34 +141,32 @@ def write_report(
 ) -> Report:
     """The state of every rank, and the rank that caused the hang.
 
-    `absent` are the ranks that did not report; `accounts` must hold at least one rank.
+    `absent` are the ranks that did not report; `states` must hold at least one rank.
     `describe_place` gives the mesh coordinates of a rank. `reason` says why the run has stopped;
     without one, a lost rank does, or different collectives, or else `otherwise`.
     """
-    groups = {
-        name: group for account in accounts.values() for name, group in account.groups.items()
-    }
-    missed = _missed(accounts, absent, groups)
-    astray = find_astray(accounts, groups)
-    rank, headline = _blame(accounts, absent, missed, astray, groups)
+    groups = {name: group for state in states.values() for name, group in state.groups.items()}
+    missed = _missed(states, absent, groups)
+    astray = find_astray(states, groups)
+    rank, headline = _blame(states, absent, missed, astray, groups)
     if not reason:
         reason = "ranks called different collectives" if astray else otherwise
         reason = "a rank was lost" if absent else reason
     lines = [f"The run has stopped: {reason}."]
-    for number in sorted({*accounts, *absent}):
-        account = accounts.get(number)
+    for number in sorted({*states, *absent}):
+        state = states.get(number)
         place = describe_place(number)
         name = f"  rank {number} ({place})" if place else f"  rank {number}"
-        if account is None:
+        if state is None:
             lines.append(f"{name} {absent[number].why}")
         else:
-            lines += [f"{name} {line}" for line in _lines_of(account, missed, groups)]
+            lines += [f"{name} {line}" for line in _lines_of(state, missed, groups)]
     if astray is not None and astray.text not in headline:
         lines.append(f"  {astray.text}")
-    for number in sorted({rank, *(r for r in missed if r in accounts and not accounts[r].waits)}):
-        stack = accounts[number].stack if number in accounts else absent[number].stack
+    for number in sorted({rank, *(r for r in missed if r in states and not states[r].waits)}):
+        stack = states[number].stack if number in states else absent[number].stack
         if stack:
-            seen = "" if number in accounts else ", as last recorded"
+            seen = "" if number in states else ", as last recorded"
             lines.append(f"Python stack of rank {number}{seen} (most recent call last):")
             lines += [f"  {line}" for line in stack]
     return Report(rank, headline, "\n".join(lines))
@@ -178,55 +176,55 @@ Groups = Mapping[str, tuple[str, Sequence[int]]]
 
 
 def _missed(
-    accounts: Mapping[int, Account], absent: Mapping[int, Absent], groups: Groups
+    states: Mapping[int, RankState], absent: Mapping[int, Absent], groups: Groups
 ) -> dict[int, list[tuple[int, str]]]:
     """Rank -> (waiting rank, text) for the collectives and messages that it did not reach."""
     missed: dict[int, list[tuple[int, str]]] = {}
-    for waiting, account in sorted(accounts.items()):
-        for call in account.pending():
+    for waiting, state in sorted(states.items()):
+        for call in state.pending():
             axis, ranks = groups[call.group]
             for rank in ranks:
-                other = accounts.get(rank)
+                other = states.get(rank)
                 is_late = other is None or other.last_number(call.group) < call.number
                 if rank != waiting and is_late:
                     what = f"{call.operation} {call.number} over {axis}"
                     missed.setdefault(rank, []).append((waiting, what))
-        if account.message is not None:
-            for rank in account.message.peers:
-                what = f"the {account.message} with rank {waiting}"
+        if state.message is not None:
+            for rank in state.message.peers:
+                what = f"the {state.message} with rank {waiting}"
                 missed.setdefault(rank, []).append((waiting, what))
     return missed
 
 
 def _lines_of(
-    account: Account, missed: Mapping[int, list[tuple[int, str]]], groups: Groups
+    state: RankState, missed: Mapping[int, list[tuple[int, str]]], groups: Groups
 ) -> Iterator[str]:
     """The state of one rank, in one or more lines."""
-    if account.finished:
-        yield account.finished
+    if state.finished:
+        yield state.finished
         return
-    for call in account.pending():
+    for call in state.pending():
         axis, ranks = groups[call.group]
         members = ", ".join(map(str, ranks))
         late = sorted(
             rank
             for rank, cases in missed.items()
-            if rank in ranks and any(waiting == account.rank for waiting, _ in cases)
+            if rank in ranks and any(waiting == state.rank for waiting, _ in cases)
         )
         for_whom = f" for {number_ranks(late)}" if late else ""
         yield (
             f"is waiting{for_whom} in {call.operation} {call.number} over {axis} "
             f"(ranks {members}){f', {call.size}' if call.size else ''}, called at {call.site}"
         )
-    if account.message is not None:
-        peers = number_ranks(account.message.peers) if account.message.peers else "a peer"
-        yield f"is waiting for {peers} in a {account.message}, called at {account.message.site}"
-    if not account.waits:
-        yield f"is at {account.site}"
+    if state.message is not None:
+        peers = number_ranks(state.message.peers) if state.message.peers else "a peer"
+        yield f"is waiting for {peers} in a {state.message}, called at {state.message.site}"
+    if not state.waits:
+        yield f"is at {state.site}"
 
 
 def _blame(
-    accounts: Mapping[int, Account],
+    states: Mapping[int, RankState],
     absent: Mapping[int, Absent],
     missed: Mapping[int, list[tuple[int, str]]],
     astray: Astray | None,
@@ -239,24 +237,24 @@ def _blame(
     if gone:
         return gone[0], absent[gone[0]].why
     if missed:
-        rank = min([rank for rank in missed if not accounts[rank].waits] or missed)
+        rank = min([rank for rank in missed if not states[rank].waits] or missed)
         what = list(dict.fromkeys(what for _, what in missed[rank]))
         waiting = sorted({waiting for waiting, _ in missed[rank]})
         return rank, (
             f"did not reach {' and '.join(what)}; {number_ranks(waiting)} {_verb(waiting)} waiting "
             f"in {'them' if len(what) > 1 else 'it'}; rank {rank} "
-            f"{next(_lines_of(accounts[rank], missed, groups))}"
+            f"{next(_lines_of(states[rank], missed, groups))}"
         )
-    others = [rank for rank, account in sorted(accounts.items()) if account.waits]
-    idle = [rank for rank in sorted(accounts) if rank not in others]
+    others = [rank for rank, state in sorted(states.items()) if state.waits]
+    idle = [rank for rank in sorted(states) if rank not in others]
     if others and idle:
         # The flight recorder is off, so the collectives are unknown.
-        where = accounts[idle[0]].finished or f"is at {accounts[idle[0]].site}"
+        where = states[idle[0]].finished or f"is at {states[idle[0]].site}"
         return idle[0], (
             f"is not waiting, but {number_ranks(others)} {_verb(others)}; rank {idle[0]} {where}"
         )
-    rank = min(accounts)
-    return rank, accounts[rank].error or "is waiting, although no rank is missing"
+    rank = min(states)
+    return rank, states[rank].error or "is waiting, although no rank is missing"
 
 
 def _verb(ranks: Sequence[int]) -> str:
@@ -264,7 +262,7 @@ def _verb(ranks: Sequence[int]) -> str:
 
 
 def find_astray(
-    accounts: Mapping[int, Account], groups: Groups, *, by_site: bool = False
+    states: Mapping[int, RankState], groups: Groups, *, by_site: bool = False
 ) -> Astray | None:
     """The first collective at which the calls of a group's ranks differ; None if all agree.
 
@@ -273,9 +271,9 @@ def find_astray(
     """
     for name, (axis, ranks) in groups.items():
         calls = {
-            rank: {call.number: call for call in accounts[rank].calls if call.group == name}
+            rank: {call.number: call for call in states[rank].calls if call.group == name}
             for rank in ranks
-            if rank in accounts
+            if rank in states
         }
         calls = {rank: numbered for rank, numbered in calls.items() if numbered}
         if len(calls) < 2:

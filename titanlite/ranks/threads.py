@@ -34,7 +34,7 @@ from titanlite.ranks import settings
 from titanlite.ranks.allocations import Allocations
 from titanlite.ranks.hang_state import REMEMBERED_CALLS, stack_of
 from titanlite.ranks.machine import MOST_THREADS
-from titanlite.ranks.report import Account, Call, Message, Report, write_report
+from titanlite.ranks.report import Call, Message, RankState, Report, write_report
 from titanlite.ranks.signals import StopRequest
 from titanlite.ranks.thread_group import BACKEND, InFlight, ThreadGroup
 from titanlite.ranks.turns import Turns, current_rank, is_rank
@@ -224,44 +224,44 @@ class ThreadWorld(Unwatched):
 
     def describe(self) -> str:
         """Where each rank is, and what it waits for; a line for each."""
-        report = self.stuck or write_report(self._accounts(), {}, "", self.describe_place)
+        report = self.stuck or write_report(self._rank_states(), {}, "", self.describe_place)
         return "\n".join(report.body.splitlines()[1 : self.size + 1])
 
     def _stuck(self) -> tuple[int, BaseException]:
         """The rank that the others wait for, and the report of all ranks."""
-        accounts, described = self._accounts(), self.describe_place
-        report = write_report(accounts, {}, "", described, otherwise="no rank can go on")
+        states, described = self._rank_states(), self.describe_place
+        report = write_report(states, {}, "", described, otherwise="no rank can go on")
         self.stuck = report
         return report.rank, RankError(report.rank, report.headline, report.body)
 
-    def _accounts(self) -> dict[int, Account]:
+    def _rank_states(self) -> dict[int, RankState]:
         groups = {
             name: (self.axes.get(name) or group.label, group.ranks)
             for name, group in self.exchange.groups.items()
         }
         waits = self.turns.waits()
-        accounts = {}
+        states = {}
         for rank in range(self.size):
-            account = accounts[rank] = Account(rank, groups=groups)
+            state = states[rank] = RankState(rank, groups=groups)
             if rank not in waits:
                 failure = self.turns.failure
-                account.finished = "has finished" if failure is None else "was ended"
+                state.finished = "has finished" if failure is None else "was ended"
                 if failure is not None and failure[0] == rank:
-                    account.finished = f"has failed with {type(failure[1]).__name__}"
+                    state.finished = f"has failed with {type(failure[1]).__name__}"
                 continue
-            account.stack, account.site = stack_of(self.turns.thread_of(rank))
+            state.stack, state.site = stack_of(self.turns.thread_of(rank))
             waited = waits[rank]
             # Once it has happened, the rank waits for its turn alone.
             what = None if waited is None or waited.has_happened else waited.what
             # What a rank has called and does not wait for yet counts as done.
             waits_in = (what.group, what.number) if isinstance(what, Call) else None
-            account.calls = [
+            state.calls = [
                 replace(call, is_done=(call.group, call.number) != waits_in)
                 for call in list(self.exchange.calls[rank])[-REMEMBERED_CALLS:]
             ]
             if isinstance(what, Message):
-                account.message = what
-        return accounts
+                state.message = what
+        return states
 
     @contextlib.contextmanager
     def patched(self, patch: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:

@@ -2,8 +2,8 @@
 
 A rank raises an alarm if its collective fails, if it waits for too long, or if it is about to
 abort. The alarm is a key in a store that only the watchdogs use. Each rank that sees it writes its
-state to the store (account.py). The rank that raised the alarm writes the report (report.py). Then
-all ranks end, even if their main threads are blocked.
+state to the store (hang_state.py). The rank that raised the alarm writes the report (report.py).
+Then all ranks end, even if their main threads are blocked.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from titanlite.ranks.crash_state import (
 )
 from titanlite.ranks.launch import ALARM, FAULTS, REPORT, Place
 from titanlite.ranks.notices import Notices
-from titanlite.ranks.report import Absent, Account, Report, write_report
+from titanlite.ranks.report import Absent, RankState, Report, write_report
 from titanlite.ranks.signals import handling
 from titanlite.ranks.unwatched import Unwatched
 
@@ -259,12 +259,10 @@ class Watch(Unwatched):
         self._is_answered = True
         if is_reporter and self._folder is not None:
             (self._folder / ALARM).touch()
-        account = hang_state.take_account(
-            self._rank, self._main, axes=self._axes, error=self._error
-        )
-        self._store.set(f"account/{self._rank}", json.dumps(asdict(account)))
+        state = hang_state.take_state(self._rank, self._main, axes=self._axes, error=self._error)
+        self._store.set(f"state/{self._rank}", json.dumps(asdict(state)))
         if is_reporter:
-            self._report(account, reason)
+            self._report(state, reason)
         elif self._hears("verdict"):
             if self._store.get("verdict") == REPORTED:
                 self._write_traces()
@@ -275,20 +273,20 @@ class Watch(Unwatched):
         self._over.set()
         self._end_unless_left()
 
-    def _report(self, account: Account, reason: str) -> None:
-        accounts, absent = self._collect(account)
-        failed = [r for r, other in accounts.items() if other.finished not in ("", FINISHED)]
+    def _report(self, state: RankState, reason: str) -> None:
+        states, absent = self._collect(state)
+        failed = [r for r, other in states.items() if other.finished not in ("", FINISHED)]
         # A rank with an error of its own reports that error itself.
         self._store.set("verdict", "failed" if failed else REPORTED)
         if failed:
-            where, headline = failed[0], f"rank {failed[0]} {accounts[failed[0]].finished}"
+            where, headline = failed[0], f"rank {failed[0]} {states[failed[0]].finished}"
         else:
             for process in filter(None, map(self._process, absent)):
                 process.kill()
             self._write_traces()
-            here = [f"traced/{rank}" for rank, other in accounts.items() if not other.finished]
+            here = [f"traced/{rank}" for rank, other in states.items() if not other.finished]
             _wait_until(lambda: self._store.check(here), END_SECONDS)
-            report = write_report(accounts, absent, reason, self.describe_place)
+            report = write_report(states, absent, reason, self.describe_place)
             self._deliver(report)
             where, headline = self._rank, f"rank {report.rank} {report.headline}"
         self._store.set("end", json.dumps((where, headline)))
@@ -304,9 +302,9 @@ class Watch(Unwatched):
             sys.stderr.flush()
             os._exit(1)
 
-    def _collect(self, own: Account) -> tuple[dict[int, Account], dict[int, Absent]]:
+    def _collect(self, own: RankState) -> tuple[dict[int, RankState], dict[int, Absent]]:
         """The states of the ranks that report, and what is known about the others."""
-        accounts, absent = {self._rank: own}, {}
+        states, absent = {self._rank: own}, {}
         pending = set(range(self._world_size)) - {self._rank}
         deadline = time.monotonic() + ANSWER_SECONDS
         while pending:
@@ -314,16 +312,16 @@ class Watch(Unwatched):
             for rank in sorted(pending):
                 if self._store.check([f"left/{rank}"]):
                     how = self._store.get(f"left/{rank}").decode()
-                    accounts[rank] = Account(rank, finished=how)
-                elif self._store.check([f"account/{rank}"]):
-                    answer = json.loads(self._store.get(f"account/{rank}"))
-                    accounts[rank] = Account.of_dict(answer)
+                    states[rank] = RankState(rank, finished=how)
+                elif self._store.check([f"state/{rank}"]):
+                    answer = json.loads(self._store.get(f"state/{rank}"))
+                    states[rank] = RankState.of_dict(answer)
                 elif is_late or self._is_out(rank):
                     absent[rank] = self._absent(rank)
-            pending -= {*accounts, *absent}
+            pending -= {*states, *absent}
             if pending:
                 time.sleep(POLL_SECONDS / 10)
-        return accounts, absent
+        return states, absent
 
     def _is_out(self, rank: int) -> bool:
         """Whether a rank cannot report, since its process is dead or stopped."""

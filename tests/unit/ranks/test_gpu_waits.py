@@ -175,7 +175,7 @@ def test_an_account_of_a_rank_on_a_gpu_has_its_message(
     record(message("recv 1<-0"))
     monkeypatch.setattr(hang_state, "group_ranks", lambda _: PIPELINE)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    taken = hang_state.take_account(6, threading.get_ident())
+    taken = hang_state.take_state(6, threading.get_ident())
     assert taken.message is not None
     assert taken.waits
 

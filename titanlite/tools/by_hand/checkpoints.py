@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from titanlite.checkpoint import state
 from titanlite.checkpoint.folder import CheckpointFolder, Found, make_token
 from titanlite.checkpoint.manifest import BrokenCheckpointError, FileRecord, Manifest, check_files
-from titanlite.checkpoint.storage import load, save, stored_tensors, told_by_rank
+from titanlite.checkpoint.storage import load, naming_rank, save, stored_tensors
 from titanlite.errors import TitanliteError
 from titanlite.modules.shards import buffers_of, parameters_of
 from titanlite.ranks.peers import Peers
@@ -98,7 +98,7 @@ def save_checkpoint(
         place.keep_latest(keep_latest, token)
 
     ranks.from_first(lambda: place.path.mkdir(parents=True, exist_ok=True))
-    with told_by_rank(f"saving {final}"):
+    with naming_rank(f"saving {final}"):
         pieces = {**state.weight_pieces(trained), **state.optimizer_pieces(trained)}
         # Ranks may have other values of a buffer: those of the first are saved.
         held = ranks.gathered(list(trained.buffers))
@@ -143,7 +143,7 @@ def load_checkpoint(
     pieces = state.weight_pieces(trained)
     stored = stored_tensors(path, manifest.files)
     ranks.all_do(lambda: pieces.update(state.make_optimizer_state(trained, stored)))
-    with told_by_rank(f"loading {path}"):
+    with naming_rank(f"loading {path}"):
         load(pieces, path, ranks.group)
     ranks.all_do(lambda: state.check_counts(trained))
     state.restore_schedule(trained, manifest.training_state.lr_scheduler)

@@ -23,7 +23,7 @@ from titanlite.checkpoint.manifest import (
     FileRecord,
     Manifest,
     check_files,
-    told_invalid,
+    describe_invalid,
 )
 from titanlite.config import JobConfig, load_model_spec, make_model_config
 from titanlite.config.model import import_module
@@ -184,7 +184,7 @@ def _lora_of(config: Mapping[str, Mapping[str, Any]], source: Path) -> LoRA:
     try:
         return LoRA.model_validate(config.get("lora", {}))
     except ValidationError as error:
-        raise ConfigError(f"{source} has an invalid [lora]: {told_invalid(error)}") from error
+        raise ConfigError(f"{source} has an invalid [lora]: {describe_invalid(error)}") from error
 
 
 def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
@@ -299,7 +299,7 @@ def _names_of(
         job = JobConfig.model_validate(sections)
     except ValidationError as error:
         raise ConfigError(
-            f"{source} has an invalid configuration: {told_invalid(error)}"
+            f"{source} has an invalid configuration: {describe_invalid(error)}"
         ) from error
     return Names(format_of(load_model_spec(job)), make_model_config(job))
 
@@ -415,7 +415,7 @@ def _write_checkpoint(
                 files=dict(files),
             )
         except ValidationError as error:
-            why = told_invalid(error)
+            why = describe_invalid(error)
             raise ConfigError(f"{source} cannot be converted to a checkpoint: {why}") from error
         folder.commit(unfinished, out, manifest, make_token())
 

@@ -26,7 +26,7 @@ from titanlite.tools.planner.search import Round, SearchResult, search
 from titanlite.tools.planner.space import CHANGED, CP, GLOBAL_BATCH, Space, describe, value_of
 from titanlite.tools.simulate.quantity import format_seconds
 
-TOLD_EVERY_SECONDS = 30.0
+SHOWN_EVERY_SECONDS = 30.0
 PLAN_COLUMN, LEAST_PLAN = 51, 28
 
 
@@ -76,11 +76,11 @@ def run_search(
     most = most_tokens_per_second(space.config, hardware)
     with counting_bar() as progress:
         task = progress.add_task("plans", total=None)
-        began = told = time.monotonic()
+        began = shown = time.monotonic()
         number = 0
 
         def on_progress(result: SearchResult, now: Round) -> None:
-            nonlocal began, number, told
+            nonlocal began, number, shown
             if now.number != number:
                 began, number = time.monotonic(), now.number
             best, left = result.best, ""
@@ -92,8 +92,8 @@ def run_search(
                 more += f", best {format_count(best[0].tokens_per_second)} tokens/s/rank"
             if best and most:
                 more += f", {most / best[0].tokens_per_second - 1:.0%} more at most"
-            if not is_terminal(sys.stderr) and time.monotonic() - told > TOLD_EVERY_SECONDS:
-                told = time.monotonic()
+            if not is_terminal(sys.stderr) and time.monotonic() - shown > SHOWN_EVERY_SECONDS:
+                shown = time.monotonic()
                 counts = f"{now.done:,} of {now.total:,} plans"
                 print(f"search: {more}; {counts}", file=sys.stderr, flush=True)
             progress.update(task, completed=now.done, total=now.total, description=more)

@@ -14,7 +14,7 @@ from titanlite.tools.verify.job_runs import JobRuns, Reference, failure
 from titanlite.tools.verify.jobs import JobRun, Patch, features_off
 from titanlite.tools.verify.record import RankRun
 from titanlite.tools.verify.result import Verification
-from titanlite.tools.verify.wording import told_apart
+from titanlite.tools.verify.wording import distinct_texts
 
 EVALUATED = {"validation", "metric"}
 # The relative difference below which two runs of one step are the same, in float64.
@@ -66,7 +66,7 @@ def _not_replayed(e: JobEvidence) -> list[str]:
             if trace.loss is None or again is None or not math.isfinite(own + again):
                 continue
             if not math.isclose(own, again, rel_tol=SAME):
-                shown = told_apart(own, again)
+                shown = distinct_texts(own, again)
                 return [
                     f"step {step} has another {what} when the same steps are run again "
                     f"({shown[1]} instead of {shown[0]} on rank {run.rank}), so what is wrong "

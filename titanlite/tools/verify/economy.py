@@ -185,8 +185,8 @@ def _alike(traffic: Sequence[Traffic]) -> list[frozenset[int]]:
             digests = {one.digest for _, one in row}
             kinds = {(one.kind, one.what) for _, one in row}
             # Gradients of one batch are alike on all its ranks; a test may give them all the same.
-            is_told = len(digests) == len(kinds) == 1 and not (same_part and row[0][1].gradient)
-            if is_told and digests != {""}:
+            is_reported = len(digests) == len(kinds) == 1 and not (same_part and row[0][1].gradient)
+            if is_reported and digests != {""}:
                 for rank, (index, _) in zip(ranks, row, strict=True):
                     found[rank].add(index)
     return [frozenset(own) for own in found]
@@ -201,13 +201,12 @@ def _read_sentences(traffic: Sequence[Traffic]) -> Iterator[str]:
             of_rank[read] += 1
         for read, count in of_rank.items():
             counts[read] = max(counts.get(read, 0), count)
-    told = {read: n for read, n in counts.items() if _is_callers(read.site)}
-    if told:
-        lines = [f"{read.operation} at {read.site}, {n} times" for read, n in told.items()]
+    if reported := {read: n for read, n in counts.items() if _is_callers(read.site)}:
+        lines = [f"{read.operation} at {read.site}, {n} times" for read, n in reported.items()]
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
         yield (
-            f"reads the device {sum(told.values())} times in the middle of a step, and each time "
-            f"waits until all before it is computed: {'; '.join(lines[:3])}{more}"
+            f"reads the device {sum(reported.values())} times in the middle of a step, and each "
+            f"time waits until all before it is computed: {'; '.join(lines[:3])}{more}"
         )
 
 

@@ -16,11 +16,11 @@ from titanlite.tools.verify.wording import (
     Explained,
     be,
     beyond,
+    distinct_texts,
     listed,
     name_factor,
     name_parameters,
     name_ranks,
-    told_apart,
 )
 
 # A factor explains a difference if the residual is below this share of the whole.
@@ -331,5 +331,5 @@ def by_rank(e: Evidence, number: Callable[[record.RankStep], float]) -> str:
     ranks: dict[float, list[int]] = defaultdict(list)
     for run in e.runs:
         ranks[number(run.steps[e.step])].append(run.rank)
-    shown = zip(told_apart(*ranks), ranks.values(), strict=True)
+    shown = zip(distinct_texts(*ranks), ranks.values(), strict=True)
     return listed((f"{value} {e.where(own)}" for value, own in shown), 3)

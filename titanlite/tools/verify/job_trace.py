@@ -242,7 +242,7 @@ def _equal_to_others(
     """The gradients `names` of this rank that equal the reference's of another parameter."""
     same = {}
     for name in names:
-        one = subject.held.get(name)
+        one = subject.local.get(name)
         if one is None or (own := one.parameter.grad) is None:
             continue
         local = local_part(own.detach())
@@ -382,10 +382,10 @@ def _is_part(own: Tensor | None, batch: Batch) -> bool:
 
 def _sum_copies(job: Job, trace: RankTrace, subject: Subject, known: Mapping[str, Tensor]) -> None:
     """Sum wrong gradients also over the stages that have a copy of their weight."""
-    held = subject.held
+    local = subject.local
     for name, of_axes in trace.summed_gradients.items():
-        if job.pipeline is None or name not in held or held[name].parameter.grad is None:
+        if job.pipeline is None or name not in local or local[name].parameter.grad is None:
             continue
         summed = job.pipeline.copies.summed(name)
         if summed is not None:
-            of_axes["pp"] = agreement(summed, held[name].part_of(known[name]), known[name])
+            of_axes["pp"] = agreement(summed, local[name].part_of(known[name]), known[name])

@@ -17,7 +17,7 @@ from titanlite.mesh.parallel_dims import axes_where
 from titanlite.ranks.settings import own_settings
 from titanlite.ranks.turns import is_rank
 from titanlite.ranks.world import World
-from titanlite.tools.verify.subject import HeldPart, Subject
+from titanlite.tools.verify.subject import LocalPart, Subject
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def subject_of(job: Job) -> Subject:
     """
     pipeline, stages = job.pipeline, axes_where(weights="stages")
     return Subject(
-        held={name: HeldPart(own.shape, own) for name, own in job.parameters.items()},
+        local={name: LocalPart(own.shape, own) for name, own in job.parameters.items()},
         optimizer=job.trainer.optimizer,
         modules=job.parts,
         is_whole=[

@@ -156,8 +156,8 @@ def _picture(
             if numbers:
                 color = _color([results[number] for number in numbers])
                 margin = min(_order(results[number])[1] for number in numbers)
-                told = "margin at least " + (f"{margin:,.0f}" if margin < math.inf else "any")
-                title += f": {len(numbers)} plan{'s' if len(numbers) > 1 else ''}, {told}"
+                reported = "margin at least " + (f"{margin:,.0f}" if margin < math.inf else "any")
+                title += f": {len(numbers)} plan{'s' if len(numbers) > 1 else ''}, {reported}"
             elif pair in planned:
                 color, title = NOT_RUN, f"{title}: not run yet"
             else:

@@ -70,14 +70,14 @@ def followed_routing(
     layers = {name: layer for name, layer in expert_layers(job.parts).items() if name in known}
     with recorded_routing(job) as routed:
         # A router of transformers cannot be told.
-        told = {n: one for n, one in layers.items() if replay and isinstance(one, ExpertLayer)}
-        replays = {name: _Replay(own, known[name]["chosen"]) for name in told}
-        for name, layer in told.items():
+        replayed = {n: one for n, one in layers.items() if replay and isinstance(one, ExpertLayer)}
+        replays = {name: _Replay(own, known[name]["chosen"]) for name in replayed}
+        for name, layer in replayed.items():
             layer.router.choose = replays[name]
         try:
             yield found
         finally:
-            for layer in told.values():
+            for layer in replayed.values():
                 layer.router.choose = None
         for name in layers:
             if name in replays:

@@ -100,12 +100,12 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
         start = load(folder, 0)
         draw_zero_parameters(job, start["drawn"])
         subject = subject_of(job)
-        parameters = {name: one.parameter for name, one in subject.held.items()}
+        parameters = {name: one.parameter for name, one in subject.local.items()}
         problems = list(formulas.optimizer_problems(job))
         placements = {name: placements_of(job, parameter) for name, parameter in parameters.items()}
         expected = {
             name: digest_of(one.part_of(start["weights"][name]))
-            for name, one in subject.held.items()
+            for name, one in subject.local.items()
             if name in start["weights"]
         }
         seen = [RankStep(weights=subject.compare_weights(start["weights"]))]

@@ -27,7 +27,7 @@ Cut = Callable[[Tensor], Tensor]
 
 
 @dataclass
-class HeldPart:
+class LocalPart:
     """A parameter of this rank, and the part of the reference's tensor that it should equal."""
 
     shape: torch.Size
@@ -58,9 +58,9 @@ class HeldPart:
             return min(chunks, key=lambda chunk: agreement(_own(own), chunk, whole).error)
         if isinstance(own, DTensor) or whole.ndim != own.ndim:
             return same_part(whole, own)
-        held = local_part(self.parameter).shape
+        here = local_part(self.parameter).shape
         for place, sizes in enumerate(zip(whole.shape, own.shape, strict=True)):
-            dims = [d for d, both in enumerate(zip(self.shape, held, strict=True)) if both == sizes]
+            dims = [d for d, both in enumerate(zip(self.shape, here, strict=True)) if both == sizes]
             if sizes[0] != sizes[1] and dims:
                 parts = [whole.index_select(place, self._numbers_kept(dim)) for dim in dims]
                 whole = min(parts, key=lambda part: agreement(_own(own), part, part).error)
@@ -80,7 +80,7 @@ class HeldPart:
         return f"{list(part.shape)} {digest_of(part)}"
 
 
-HeldParts = Mapping[str, HeldPart]
+LocalParts = Mapping[str, LocalPart]
 """By the reference's name of the parameter."""
 
 
@@ -88,7 +88,7 @@ HeldParts = Mapping[str, HeldPart]
 class Subject:
     """The model and the optimizer of a job, or of other code, on this rank."""
 
-    held: HeldParts
+    local: LocalParts
     optimizer: Optimizer
     modules: Sequence[nn.Module]
     """The parts of the model that are on this rank."""
@@ -119,20 +119,20 @@ class Subject:
         """The tensors of the optimizer's state, by "parameter.key"."""
         return {
             f"{name}.{key}": value
-            for name, one in self.held.items()
+            for name, one in self.local.items()
             for key, value in self.optimizer.state.get(one.parameter, {}).items()
             if isinstance(value, Tensor)
         }
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Copies of the weights of a reference."""
-        return _copies((name, one.parameter) for name, one in self.held.items())
+        return _copies((name, one.parameter) for name, one in self.local.items())
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Copies of the gradients of a reference."""
         return _copies(
             (name, torch.zeros_like(own) if own.grad is None else own.grad)
-            for name, one in self.held.items()
+            for name, one in self.local.items()
             if (own := one.parameter).grad is not None or (own.requires_grad and not self.is_job)
         )
 
@@ -143,11 +143,11 @@ class Subject:
 
     def compare_weights(self, known: Mapping[str, Tensor]) -> dict[str, Agreement]:
         """This rank's parts of the weights compared with the reference's, as in all of these."""
-        return self._compare({name: one.parameter for name, one in self.held.items()}, known)
+        return self._compare({name: one.parameter for name, one in self.local.items()}, known)
 
     def compare_gradients(self, known: Mapping[str, Tensor]) -> dict[str, Agreement]:
         """One that only one side has counts as differing."""
-        every = {name: one.parameter.grad for name, one in self.held.items()}
+        every = {name: one.parameter.grad for name, one in self.local.items()}
         own = {name: gradient for name, gradient in every.items() if gradient is not None}
         if not self.is_job:
             own, known = (
@@ -160,7 +160,7 @@ class Subject:
         self, own: Mapping[str, Tensor], known: Mapping[str, Tensor]
     ) -> dict[str, Agreement]:
         found = {}
-        for name, one in self.held.items():
+        for name, one in self.local.items():
             tensor, whole = own.get(name), known.get(name)
             if tensor is not None and whole is not None:
                 found[name] = agreement(_own(tensor), one.part_of(whole, tensor), whole)
@@ -174,14 +174,14 @@ class Subject:
         """Entries that only one side has count as differing in a job."""
         found, own = {}, self.state()
         for entry, tensor in own.items():
-            whole, one = known.get(entry), self.held[entry.rpartition(".")[0]]
+            whole, one = known.get(entry), self.local[entry.rpartition(".")[0]]
             if whole is not None:
                 part = one.part_of_state(whole, tensor)
                 if self.is_job or part.shape == _own(tensor).shape:
                     found[entry] = agreement(_own(tensor), part, whole)
             elif self.is_job:
                 found[entry] = MISSING
-        names = tuple(f"{name}." for name in self.held) if self.is_job else ()
+        names = tuple(f"{name}." for name in self.local) if self.is_job else ()
         missing = [entry for entry in known if entry not in own and entry.startswith(names)]
         return found | dict.fromkeys(missing, MISSING)
 

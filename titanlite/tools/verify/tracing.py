@@ -393,21 +393,21 @@ def sum_gradients(
     subject: Subject, names: Iterable[str], known: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Agreement]]:
     """The gradients `names`, the same on every rank, each summed over each axis."""
-    held, names = subject.held, [name for name in names if name in known]
+    local, names = subject.local, [name for name in names if name in known]
     places = gathered(
-        {n: held[n].place for n in names if n in held and held[n].parameter.grad is not None}
+        {n: local[n].place for n in names if n in local and local[n].parameter.grad is not None}
     )
     sums = {}
     for name in names:
 
         def own(name: str = name) -> Tensor:
-            gradient = held[name].parameter.grad
+            gradient = local[name].parameter.grad
             assert gradient is not None
             return local_part(gradient.detach())
 
         def compare(total: Tensor, name: str = name) -> Agreement:
             whole = known[name]
-            return agreement(total, held[name].part_of(whole, held[name].parameter.grad), whole)
+            return agreement(total, local[name].part_of(whole, local[name].parameter.grad), whole)
 
         of_ranks = [of_rank.get(name) for of_rank in places]
         totals = sum_over_axes(subject, of_ranks, own)

@@ -19,7 +19,7 @@ from titanlite.tools.verify.evidence import (
 )
 from titanlite.tools.verify.norms import explain_norm, norms_of_own
 from titanlite.tools.verify.record import RankRun
-from titanlite.tools.verify.wording import agree, is_near, listed, times, told_apart
+from titanlite.tools.verify.wording import agree, distinct_texts, is_near, listed, times
 
 
 def explain_norm_alone(e: Evidence) -> Iterator[str]:
@@ -66,7 +66,7 @@ def explain_rate(e: Evidence) -> Iterator[str]:
         rates = {run.rank: run.steps[e.step].lr for run in e.runs}
         wrong = {rank: rate for rank, rate in rates.items() if not is_near(rate, known)}
         where = e.where(wrong, rates)
-        *rates_shown, right = told_apart(*sorted(set(wrong.values())), known)
+        *rates_shown, right = distinct_texts(*sorted(set(wrong.values())), known)
         shown = listed(rates_shown)
         yield (
             f"the learning rate of step {e.step} is {shown} {where}, but [lr_scheduler] gives "
@@ -230,7 +230,7 @@ def explain_validation(e: Evidence) -> Iterator[str]:
         assert own is not None
         assert known is not None
         same = e.factor(own / known) if known else ""
-        shown = told_apart(own, known)
+        shown = distinct_texts(own, known)
         apart = len({run.steps[e.step].validation for run in e.runs}) > 1
         start = (
             f"the weights agree, but the validation loss is {shown[0]} instead of {shown[1]}"
@@ -260,7 +260,7 @@ def explain_metrics(e: Evidence) -> Iterator[str]:
         return
     for name in e.failed("metric"):
         own, known = e.runs[0].steps[e.step].metrics[name], e.reference[e.step].metrics[name]
-        shown = told_apart(own, known)
+        shown = distinct_texts(own, known)
         yield (
             f"the weights and the validation loss agree, but the metric {name} is {shown[0]} "
             f"instead of {shown[1]}: its sum or its count depends on how the batch is split. "

@@ -68,10 +68,10 @@ def is_near(value: float, expected: float, tolerance: float = EXACT) -> bool:
 
 def times(factor: float) -> str:
     """ "2 times"; with enough digits to be told from 1."""
-    return f"{told_apart(factor, 1.0)[0]} times"
+    return f"{distinct_texts(factor, 1.0)[0]} times"
 
 
-def told_apart(*values: float) -> list[str]:
+def distinct_texts(*values: float) -> list[str]:
     """Numbers with as many digits as it takes for different ones to look different."""
     for digits in range(6, 17):
         shown = [f"{value:.{digits}g}" for value in values]

@@ -389,7 +389,7 @@ def test_a_search_says_how_far_it_is_and_what_no_plan_exceeds(
         return result
 
     monkeypatch.setattr(search_report, "search", started)
-    monkeypatch.setattr(search_report, "TOLD_EVERY_SECONDS", -1)
+    monkeypatch.setattr(search_report, "SHOWN_EVERY_SECONDS", -1)
     found = search_report.run_search(space(8), H100)
     most = found.most_tokens_per_second
     # 67 TFLOP/s in float32, of which products reach 59%.

@@ -28,11 +28,11 @@ from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.shares import describe_shares
 from titanlite.tools.verify.wording import (
     Explained,
+    distinct_texts,
     listed,
     name_factor,
     name_parameters,
     name_ranks,
-    told_apart,
 )
 
 DIMS = ParallelDims(dp_replicate=3, cp=5)
@@ -188,9 +188,9 @@ def test_a_partial_gradient_where_the_loss_cuts_the_graph(is_reduced):
 
 
 def test_numbers_that_differ_look_different():
-    assert told_apart(0.1234567891, 0.1234567899) == ["0.123456789", "0.12345679"]
-    assert told_apart(2.0, 1.0) == ["2", "1"]
-    assert told_apart(0.5, 0.5) == ["0.5", "0.5"]
+    assert distinct_texts(0.1234567891, 0.1234567899) == ["0.123456789", "0.12345679"]
+    assert distinct_texts(2.0, 1.0) == ["2", "1"]
+    assert distinct_texts(0.5, 0.5) == ["0.5", "0.5"]
 
 
 def shares_of(weights: list[float], targets: list[int], cells: list) -> str:

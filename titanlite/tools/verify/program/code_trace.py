@@ -71,8 +71,8 @@ class CodeTracer(Tracer):
 
     def weights(self) -> Mapping[str, Tensor]:
         """This rank's parts: the reference's are those after its step."""
-        held = self.subject.held
-        return {name: local_part(one.parameter.detach()) for name, one in held.items()}
+        local = self.subject.local
+        return {name: local_part(one.parameter.detach()) for name, one in local.items()}
 
     def compare(self, event: str, calls: list[Tensor], known: list[Tensor]) -> Compared | None:
         """A tensor compared with the best fitting parts of the reference's; None if none fits."""
@@ -94,12 +94,12 @@ class CodeTracer(Tracer):
 
     def _rows_held(self, name: str) -> Tensor | None:
         """Which rows of the reference's matrix this rank has; None if it has parts of rows."""
-        held = self.subject.held.get(name)
-        if held is None or held.parameter.ndim != 2:
+        local = self.subject.local.get(name)
+        if local is None or local.parameter.ndim != 2:
             return None
-        numbers = held.part_of(torch.arange(held.shape.numel()).view(held.shape))
-        is_whole = numbers.ndim == 2 and numbers.size(1) == held.shape[1]
-        return numbers[:, 0] // held.shape[1] if is_whole else None
+        numbers = local.part_of(torch.arange(local.shape.numel()).view(local.shape))
+        is_whole = numbers.ndim == 2 and numbers.size(1) == local.shape[1]
+        return numbers[:, 0] // local.shape[1] if is_whole else None
 
     def _compare(self, calls: list[Tensor], known: list[Tensor]) -> Compared | None:
         if len(known) not in (1, len(calls)) or not calls[0].ndim:
@@ -201,8 +201,8 @@ class CodeTracer(Tracer):
                         output.places += "at the first index of each rank's shard"
                 if len(wrong) <= MOST_INDICES and not torch.isin(indices[~apart], wrong).any():
                     output.places = f"where the module reads {listed(wrong.tolist())}"
-                    held = self._rows_held(f"{module_of(event)}.weight")
-                    ends = () if held is None else (held[0] - 1, held[0], held[-1], held[-1] + 1)
+                    here = self._rows_held(f"{module_of(event)}.weight")
+                    ends = () if here is None else (here[0] - 1, here[0], here[-1], here[-1] + 1)
                     if all(int(one) in map(int, ends) for one in wrong):
                         output.places += ", at the border of two shards of its weight: look at the "
                         output.places += "range of indices that each rank takes"
@@ -462,15 +462,15 @@ def _rows_or_zero(whole: Tensor, rows: Tensor) -> Tensor:
 
 def save_part(path: Path, tracer: CodeTracer, batch: Any, digest: str, wrong: Sequence[str]) -> str:
     """Save a rank's part of the batch and its wrong gradients for `find_shares`."""
-    held, rank = tracer.subject.held, tracer.rank
+    local, rank = tracer.subject.local, tracer.rank
     gradients, num_elements = {}, 0
-    for name in sorted(wrong, key=lambda name: held[name].shape.numel()):
-        gradient = held[name].parameter.grad
-        num_elements += held[name].shape.numel()
+    for name in sorted(wrong, key=lambda name: local[name].shape.numel()):
+        gradient = local[name].parameter.grad
+        num_elements += local[name].shape.numel()
         if gradient is None or num_elements > MOST_ELEMENTS:
             continue
-        elements = held[name].part_of(
-            torch.arange(held[name].shape.numel()).view(held[name].shape),
+        elements = local[name].part_of(
+            torch.arange(local[name].shape.numel()).view(local[name].shape),
             gradient if isinstance(gradient, DTensor) else None,
         )
         own = dense(local_part(gradient.detach())).cpu().flatten()

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.subject import Cut, HeldPart
+from titanlite.tools.verify.subject import Cut, LocalPart
 
 MOST_PROBLEMS = 4
 
 
-def find_held(
+def find_parts(
     parameters: Mapping[str, nn.Parameter],
     shapes: Mapping[str, torch.Size],
     declared: Callable[[str], Any] | None,
     grid: Grid,
     rank: int,
-) -> dict[str, HeldPart]:
+) -> dict[str, LocalPart]:
     """The parts that this rank holds; raises ConfigError for names and shapes that do not fit."""
     unknown = [name for name in parameters if name not in shapes]
     if unknown:
@@ -33,13 +33,13 @@ def find_held(
             f"reference, which has {known}, for instance; give rename=, a function from the "
             "parallel code's name to the reference's"
         )
-    held: dict[str, HeldPart] = {}
+    local: dict[str, LocalPart] = {}
     problems: list[str] = []
     for name, parameter in parameters.items():
         try:
             cut = _cut_of(name, parameter, shapes[name], declared, grid, rank)
-            held[name] = HeldPart(shapes[name], parameter, cut)
-            got = held[name].part_of(torch.empty(shapes[name], device="meta")).shape
+            local[name] = LocalPart(shapes[name], parameter, cut)
+            got = local[name].part_of(torch.empty(shapes[name], device="meta")).shape
             if got != local_part(parameter).shape:
                 raise ConfigError(
                     f"shard: on rank {rank} {name} has shape {list(local_part(parameter).shape)}, "
@@ -52,7 +52,7 @@ def find_held(
         rest = len(problems) - MOST_PROBLEMS
         others = [f"and {rest} more parameters"] if rest > 0 else []
         raise ConfigError(*problems[:MOST_PROBLEMS], *others)
-    return held
+    return local
 
 
 def _cut_of(

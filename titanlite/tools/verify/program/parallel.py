@@ -38,14 +38,14 @@ from titanlite.tools.verify.program.code_trace import (
     save_part,
 )
 from titanlite.tools.verify.program.lines import wrong_lines
-from titanlite.tools.verify.program.local_parts import find_held
+from titanlite.tools.verify.program.local_parts import find_parts
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.saved import watching_saved
 from titanlite.tools.verify.program.values import RANDOM, Place, load_values
 from titanlite.tools.verify.program.weights import changed, fingerprint, save_update
 from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
-from titanlite.tools.verify.subject import HeldParts, Subject
+from titanlite.tools.verify.subject import LocalParts, Subject
 from titanlite.tools.verify.tracing import TOLERANCES, gathered
 from titanlite.tools.verify.watching import StepWatch, listening
 from titanlite.tools.verify.wording import listed
@@ -149,13 +149,13 @@ class _Measuring:
         with built.parameters(writes=request.copy_weights) as parameters:
             self._check_names(parameters, shapes)
             parameters = {n: p for n, p in parameters.items() if not request.leaves_out(n)}
-            held = find_held(parameters, shapes, request.shard, self.grid, world.rank)
+            local = find_parts(parameters, shapes, request.shard, self.grid, world.rank)
             if request.copy_weights:
-                self._copy(held, start)
-        subject = self._subject(built, held, mesh)
+                self._copy(local, start)
+        subject = self._subject(built, local, mesh)
         with built.parameters():
             run = self._start_run(subject, start)
-        after = None if built.is_flat else fingerprint(held)
+        after = None if built.is_flat else fingerprint(local)
         # A missing seed must show up: ranks on different machines differ in this too.
         torch.manual_seed(hash((world.rank, time.monotonic_ns())) % 2**32)
         for step, (batch, part) in enumerate(zip(batches, parts, strict=True), 1):
@@ -181,7 +181,7 @@ class _Measuring:
                 place, axis, _ = self.completed
                 kept.values.completed = place, subject.groups[axis]
             if not built.is_flat:
-                kept.at_start = functools.partial(fingerprint, held)
+                kept.at_start = functools.partial(fingerprint, local)
             with self._observing(subject, kept, step), watch.seeing() if watch else nullcontext():
                 run.losses.append(built.run_step(part))
             run.changed[step] = changed(after, kept.start)
@@ -205,7 +205,7 @@ class _Measuring:
                 built.optimizer.step()
             if watch:
                 run.traffic = replace(watch.traffic(), part=digest, num_of_gradients=number)
-            after = None if built.is_flat else fingerprint(held)
+            after = None if built.is_flat else fingerprint(local)
             with built.parameters():
                 found.weights = subject.compare_weights(known["weights"])
                 self._save_update(subject, found, step, run)
@@ -218,9 +218,9 @@ class _Measuring:
         return run
 
     def _start_run(self, subject: Subject, start: Mapping[str, Tensor]) -> CodeRun:
-        held, weights = subject.held, subject.compare_weights(start)
+        local, weights = subject.local, subject.compare_weights(start)
         wrong = [name for name, one in weights.items() if one.error and self.traces]
-        in_other_order = tuple(n for n in wrong if same_rows(held[n].parameter, start[n]))
+        in_other_order = tuple(n for n in wrong if same_rows(local[n].parameter, start[n]))
         others = [name for name in wrong if name not in in_other_order]
         every = (module for root in subject.modules for module in root.modules())
         return CodeRun(
@@ -228,11 +228,11 @@ class _Measuring:
             self.grid.coordinates(self.world.rank),
             {},
             (),
-            {name: digest_of(one.part_of(start[name])) for name, one in held.items()},
+            {name: digest_of(one.part_of(start[name])) for name, one in local.items()},
             [RankStep(weights=weights)],
-            places={name: one.place for name, one in held.items()},
+            places={name: one.place for name, one in local.items()},
             averages=any(map(_averages, every)),
-            shuffled=tuple(n for n in others if has_elements_of(held[n].parameter, start[n])),
+            shuffled=tuple(n for n in others if has_elements_of(local[n].parameter, start[n])),
             in_other_order=in_other_order,
         )
 
@@ -266,7 +266,7 @@ class _Measuring:
         if self.traces and not run.updates and wrong:
             path = Path(self.folder) / f"update{self.world.rank}.pt"
             with contextlib.suppress(Exception):
-                file = save_update(path, subject.held, wrong, self.folder, step)
+                file = save_update(path, subject.local, wrong, self.folder, step)
                 run.updates[step] = file
 
     @contextlib.contextmanager
@@ -320,7 +320,9 @@ class _Measuring:
         names = {name for of_rank in gathered(list(parameters)) for name in of_rank}
         leaves_out = self.request.leaves_out
         if unknown := [n for n in parameters if n not in shapes and not leaves_out(n)]:
-            find_held({n: parameters[n] for n in unknown}, shapes, None, self.grid, self.world.rank)
+            find_parts(
+                {n: parameters[n] for n in unknown}, shapes, None, self.grid, self.world.rank
+            )
         missing = [
             name for name in shapes if not names & self._aliases(name) and not leaves_out(name)
         ]
@@ -339,14 +341,13 @@ class _Measuring:
         """All names that the reference has for a parameter."""
         return {name, *(other for names in self.record.tied if name in names for other in names)}
 
-    def _subject(self, built: Built, held: HeldParts, mesh: Any) -> Subject:
+    def _subject(self, built: Built, local: LocalParts, mesh: Any) -> Subject:
         # A module that holds every parameter is the whole model.
         start = load(self.folder, 0)["weights"]
-        has_all = all(
-            held.keys() & self._aliases(name) for name in start if not self.request.leaves_out(name)
-        )
+        leaves_out = self.request.leaves_out
+        has_all = all(local.keys() & self._aliases(name) for name in start if not leaves_out(name))
         return Subject(
-            held,
+            local,
             built.optimizer,
             built.modules,
             [has_all and len(built.modules) == 1] * len(built.modules),
@@ -357,9 +358,9 @@ class _Measuring:
         )
 
     @torch.no_grad()
-    def _copy(self, held: HeldParts, start: Mapping[str, Tensor]) -> None:
+    def _copy(self, local: LocalParts, start: Mapping[str, Tensor]) -> None:
         torch.manual_seed(0)
-        for name, one in held.items():
+        for name, one in local.items():
             own = local_part(one.parameter)
             own.copy_(one.part_of(start[name]))
             if self.perturbs and own.is_floating_point():
@@ -382,7 +383,7 @@ class _Measuring:
         names = sorted({name for of_rank in gathered(wrong) for name in of_rank})
         trace = tracer.trace(kept, known, names)
         if names:
-            names = [name for name in names if name in tracer.subject.held]
+            names = [name for name in names if name in tracer.subject.local]
             path = Path(self.folder) / f"part{self.world.rank}_{step}.pt"
             with contextlib.suppress(Exception):
                 trace.file = save_part(path, tracer, part, digest, names)
@@ -412,8 +413,8 @@ def _unsynchronized(built: Built, parameters: Mapping[str, nn.Parameter]) -> tup
     """The parameters of FSDP2 modules that do not reduce their gradients now."""
     every = (inner for root in built.modules for inner in root.modules())
     groups = (g for m in every if isinstance(m, FSDPModule) for g in fsdp_groups(m))
-    held = {id(p.sharded_param) for g in groups if not g.reduce_grads for p in g.fsdp_params}
-    return tuple(name for name, one in parameters.items() if id(one) in held)
+    local = {id(p.sharded_param) for g in groups if not g.reduce_grads for p in g.fsdp_params}
+    return tuple(name for name, one in parameters.items() if id(one) in local)
 
 
 def _averages(module: nn.Module) -> bool:

@@ -36,7 +36,7 @@ from titanlite.tools.verify.record import (
     WrongRows,
 )
 from titanlite.tools.verify.step_files import load, store
-from titanlite.tools.verify.subject import HeldPart, Subject
+from titanlite.tools.verify.subject import LocalPart, Subject
 from titanlite.tools.verify.tracing import TOLERANCES, fit, residual
 
 # Module outputs, and as much for their gradients, are kept up to this total per step.
@@ -64,23 +64,23 @@ def run_model(
 def _run(built: Built, folder: str, watched_step: int | None, module: str) -> ModelRun:
     request, model = built.request, built.modules[0]
     names: dict[int, list[str]] = {}
-    held: dict[str, HeldPart] = {}
+    local: dict[str, LocalPart] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(built.name_of(model, name))
-        held[built.name_of(model, name)] = HeldPart(parameter.shape, parameter)
+        local[built.name_of(model, name)] = LocalPart(parameter.shape, parameter)
     tied = tuple(tuple(own) for own in names.values() if len(own) > 1)
     subject = Subject(
-        held, built.optimizer, built.modules, [True], name_of=built.name_of, is_job=False
+        local, built.optimizer, built.modules, [True], name_of=built.name_of, is_job=False
     )
     store({"weights": subject.whole_weights()}, folder, 0)
     record = ModelRun([ReferenceStep()], tied=tied)
-    after = fingerprint(held)
+    after = fingerprint(local)
     # A model that draws random numbers must not draw the same ones in each run.
     torch.manual_seed(time.monotonic_ns() % 2**32)
     for step, given in enumerate(request.batches, 1):
         batch = cast(given, request.dtype)
         kept = Events(finds_flow=step == 1)
-        kept.at_start = functools.partial(fingerprint, held)
+        kept.at_start = functools.partial(fingerprint, local)
         with contextlib.ExitStack() as exits:
             narrowed: Collection[str] = ()
             if step == 1 and request.dtype == "float64":
@@ -100,7 +100,7 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
         rate = next((group.get("lr", 0.0) for group in groups), 0.0)
         with watched(model, "the optimizer") if step == 1 else nullcontext(()) as by_optimizer:
             built.optimizer.step()
-        after = fingerprint(held)
+        after = fingerprint(local)
         outputs, num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
         of_outputs = {call: kept.gradients_of(call) for call in outputs}
         found: dict[str, dict[str, Any]] = {
@@ -114,7 +114,7 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
             kept.values.save(folder)
             if step > 1:
                 before, now = (load(folder, step - n)["weights"] for n in (2, 1))
-                for name, one in held.items():
+                for name, one in local.items():
                     is_old = not module or name.startswith(f"{module}.")
                     one.parameter.data.copy_((before if is_old else now)[name])
                 with subject.recorded(Events()) as old:

@@ -25,7 +25,7 @@ from titanlite.tools.verify.program.building import in_dtype, make_optimizer
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Update
 from titanlite.tools.verify.step_files import load
-from titanlite.tools.verify.subject import HeldParts
+from titanlite.tools.verify.subject import LocalParts
 from titanlite.tools.verify.wording import is_near
 
 # Larger weights are not looked at.
@@ -36,10 +36,10 @@ SCALED = 1e-4
 Fingerprint = dict[str, tuple[float, float]]
 
 
-def fingerprint(held: HeldParts) -> Fingerprint:
+def fingerprint(local: LocalParts) -> Fingerprint:
     """Two numbers for this rank's part of each weight, by which a change is seen."""
     found: Fingerprint = {}
-    for name, one in held.items():
+    for name, one in local.items():
         own = local_part(one.parameter.detach()).double()
         found[name] = own.sum().item(), own.square().sum().item()
     return found
@@ -50,13 +50,13 @@ def changed(before: Fingerprint | None, after: Fingerprint | None) -> tuple[str,
     return tuple(name for name, own in (after or {}).items() if own != (before or {}).get(name))
 
 
-def save_update(path: Path, held: HeldParts, wrong: Sequence[str], folder: str, step: int) -> str:
+def save_update(path: Path, local: LocalParts, wrong: Sequence[str], folder: str, step: int) -> str:
     """Save this rank's parts of wrong weights for `judge_updates`; returns the file."""
     before, after = load(folder, step - 1)["weights"], load(folder, step)["weights"]
     parts: dict[str, tuple[Tensor, ...]] = {}
     num_elements = 0
-    for name in sorted(wrong, key=lambda name: held[name].shape.numel()):
-        one, gradient = held[name], held[name].parameter.grad
+    for name in sorted(wrong, key=lambda name: local[name].shape.numel()):
+        one, gradient = local[name], local[name].parameter.grad
         num_elements += one.shape.numel()
         if num_elements > MOST_ELEMENTS:
             break
