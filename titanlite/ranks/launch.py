@@ -155,9 +155,9 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self._folder = Path(tempfile.mkdtemp(prefix="titanlite-"))
         self._ranks: list[_RankProcess] = []
         # Only this process keeps the other end open. It closes when this process ends or dies.
-        lifeline, held = context.Pipe(duplex=False)
+        lifeline, alive = context.Pipe(duplex=False)
         # Must run before multiprocessing joins its children at exit, which would wait for these.
-        self.close = Finalize(self, _end, (self._ranks, self._folder, held), exitpriority=1)
+        self.close = Finalize(self, _end, (self._ranks, self._folder, alive), exitpriority=1)
         call = pickles.dumps(serve)
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
@@ -310,7 +310,7 @@ def _how_ended(exit_code: int) -> str:
     return f"was killed by {signal.Signals(-exit_code).name}"
 
 
-def _end(ranks: list[_RankProcess], folder: Path, held: Connection) -> None:
+def _end(ranks: list[_RankProcess], folder: Path, alive: Connection) -> None:
     """End all ranks: each exits when its connection closes, or is killed after END_SECONDS."""
     for rank in ranks:
         rank.connection.close()
@@ -321,7 +321,7 @@ def _end(ranks: list[_RankProcess], folder: Path, held: Connection) -> None:
             rank.process.kill()
             rank.process.join()
         rank.process.close()
-    held.close()
+    alive.close()
     shutil.rmtree(folder, ignore_errors=True)
 
 

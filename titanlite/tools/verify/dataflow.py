@@ -496,11 +496,11 @@ def _run_twice(e: Evidence, first: str) -> Iterator[str]:
     before = [t for t in e.traces if first not in t.events and any(s in t.events for s in sources)]
     after = [t for t in e.traces if first in t.events and not any(s in t.events for s in sources)]
     later = e.events[e.events.index(first) :]
-    held = {holder_of(name) for run in e.runs for name in run.placements}
+    placed = {holder_of(name) for run in e.runs for name in run.placements}
     twice = dict.fromkeys(
         module_of(call)
         for call in later
-        if module_of(call) in held
+        if module_of(call) in placed
         if any(call in t.events for t in before) and any(call in t.events for t in after)
     )
     if twice and not isinstance(e, JobEvidence):

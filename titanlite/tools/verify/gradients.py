@@ -52,12 +52,12 @@ def explain_absent(e: Evidence) -> Iterator[str]:
     if not absent:
         return
     names = {name for run in e.runs for name in run.placements}
-    held = {name for run in e.runs for name in run.unsynchronized}
+    unsummed = {name for run in e.runs for name in run.unsynchronized}
     why = (
         "Either the backward pass does not reach the parameters, because the forward pass detaches "
         "a tensor, or their wrapper (FSDP, DDP) was told not to reduce them"
     )
-    if absent <= held:
+    if absent <= unsummed:
         why = (
             "The gradient synchronization of their FSDP2 modules is still off, so these hold them "
             "unreduced. Call set_requires_gradient_sync(True) on each of these modules, or on "

@@ -81,10 +81,10 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
     )
     stages = sorted({run.coordinates.get("pp", 0) for run in runs})
     for stage in stages if len(stages) > 1 else []:
-        held = {n for run in runs if run.coordinates.get("pp", 0) == stage for n in run.placements}
+        here = {n for run in runs if run.coordinates.get("pp", 0) == stage for n in run.placements}
         yield (
             f"only the gradients on pp {stage} are counted, without a sum over pp",
-            math.sqrt(sum(once[name] for name in held)),
+            math.sqrt(sum(once[name] for name in here)),
         )
     one_axis = []
     for axis in axes:

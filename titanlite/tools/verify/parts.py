@@ -20,7 +20,7 @@ from titanlite.modules.names import unwrapped_name
 from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.events import Events, recorded
 from titanlite.tools.verify.record import first_call
-from titanlite.tools.verify.sequences import held_positions
+from titanlite.tools.verify.sequences import own_positions
 from titanlite.tools.verify.tracing import TOLERANCES, Compared, Select, in_all
 
 Labels = tuple[int | None, ...]
@@ -77,7 +77,7 @@ class ExpectedPart:
 
     def compare(self, calls: list[Tensor], whole: Tensor, labels: Labels) -> Compared:
         """Compare a tensor, in the order of its calls, with `whole`, the reference's."""
-        held = held_positions(self.job)
+        here = own_positions(self.job)
         selects = [self.select(i, call, len(calls), labels) for i, call in enumerate(calls)]
         parts = [select(whole) for select in selects]
         tolerance = tolerance_of(calls[0])
@@ -92,7 +92,7 @@ class ExpectedPart:
             index = found.wrong_calls[0]
             rows = self._rows(index, len(calls))
             found.elsewhere = self._elsewhere(calls[index], whole, labels, rows, tolerance)
-            jumps = (held.diff() != 1).nonzero()
+            jumps = (here.diff() != 1).nonzero()
             before = int(jumps[0]) + 1 if len(jumps) else 0
             if before > 1:
                 own, part = (t.narrow(labels[1], 0, before) for t in (calls[index], parts[index]))
@@ -107,7 +107,7 @@ class ExpectedPart:
         rows = self._rows(index, num_calls)
 
         def part(whole: Tensor) -> Tensor:
-            found = self._part(call, whole, labels, rows, held_positions(self.job))
+            found = self._part(call, whole, labels, rows, own_positions(self.job))
             return torch.zeros(0) if found is None else found
 
         return part
@@ -121,7 +121,7 @@ class ExpectedPart:
         """
         first, size = self._rows(0, 1).start, call.size(labels[0])
         rows = range(first + index * size, first + (index + 1) * size)
-        return self._part(call, whole, labels, rows, held_positions(self.job))
+        return self._part(call, whole, labels, rows, own_positions(self.job))
 
     def _rows(self, index: int, num_calls: int) -> range:
         """The sequences of a call, numbered as in the reference's batch."""
@@ -131,7 +131,7 @@ class ExpectedPart:
         return range(first, first + max(1, per_call))
 
     def _part(
-        self, call: Tensor, whole: Tensor, labels: Labels, rows: range, held: Tensor
+        self, call: Tensor, whole: Tensor, labels: Labels, rows: range, here: Tensor
     ) -> Tensor | None:
         batch_dim, token_dim = labels
         if call.ndim != whole.ndim:
@@ -139,7 +139,7 @@ class ExpectedPart:
         part = whole
         if batch_dim is not None and batch_dim == token_dim:
             # Flattened: the tokens of one sequence after those of another.
-            places = torch.arange(rows.start, rows.stop)[:, None] * self.job.resolved.seq_len + held
+            places = torch.arange(rows.start, rows.stop)[:, None] * self.job.resolved.seq_len + here
             if int(places.max()) >= whole.size(batch_dim):
                 return None
             part, token_dim = part.index_select(batch_dim, places.flatten()), None
@@ -148,9 +148,9 @@ class ExpectedPart:
                 return None
             part = part.narrow(batch_dim, rows.start, len(rows))
         if token_dim is not None:
-            if int(held.max()) >= part.size(token_dim):
+            if int(here.max()) >= part.size(token_dim):
                 return None
-            part = part.index_select(token_dim, held)
+            part = part.index_select(token_dim, here)
         dims = self.job.dims
         for dim in range(call.ndim):
             if call.size(dim) != part.size(dim):
@@ -165,14 +165,14 @@ class ExpectedPart:
         self, call: Tensor, whole: Tensor, labels: Labels, rows: range, tolerance: float
     ) -> str:
         """The tokens or positions for which the output would be correct; "" if there are none."""
-        job, n = self.job, len(held_positions(self.job))
+        job, n = self.job, len(own_positions(self.job))
         candidates = {
             f"the tokens of cp rank {rank}": job.layout.positions(rank, job.resolved.seq_len)
             for rank in range(job.dims.cp)
         }
         candidates[f"positions 0 to {n - 1}"] = torch.arange(n)
-        for words, held in candidates.items():
-            part = self._part(call, whole, labels, rows, held)
+        for words, here in candidates.items():
+            part = self._part(call, whole, labels, rows, here)
             if part is not None and agreement(call, part, whole).difference <= tolerance:
                 return words
         return ""

@@ -13,7 +13,7 @@ from titanlite.modules.batch import Batch, join
 from titanlite.tools.verify.jobs import Microbatches
 
 
-def held_positions(job: Job) -> Tensor:
+def own_positions(job: Job) -> Tensor:
     """The positions in a sequence of this rank's tokens, int64 [T]."""
     seq_len = job.resolved.seq_len
     if not job.dims.cp_enabled:
@@ -31,7 +31,7 @@ def leave_out_targets(
     means differs from the mean. A sequence's index i is found by comparison with `known`, the
     fields of the reference's batch; without `known`, it follows from the order.
     """
-    held, seq_len = held_positions(job), job.resolved.seq_len
+    here, seq_len = own_positions(job), job.resolved.seq_len
     own = sum(batch.num_sequences for batch in batches)
     first, total = _first_sequence(job, own), own * job.dims.dp
     left = []
@@ -43,7 +43,7 @@ def leave_out_targets(
         if batch.dims["targets"].sequence is None:
             is_out = (numbers % 3 == 1)[:, None]
         else:
-            is_out = held[None] < (numbers * seq_len // (2 * total))[:, None]
+            is_out = here[None] < (numbers * seq_len // (2 * total))[:, None]
         left.append(batch.leave_out(is_out))
         first += batch.num_sequences
     return left
@@ -86,7 +86,7 @@ def sequences_of(job: Job, own: Batch, known: Mapping[str, Tensor], first: int) 
 def _held(job: Job, own: Batch, known: Mapping[str, Tensor], name: str) -> Tensor:
     """A field of the reference's batch, at the positions of a sequence that this rank holds."""
     dim = own.dims[name].sequence
-    return known[name] if dim is None else known[name].index_select(dim, held_positions(job))
+    return known[name] if dim is None else known[name].index_select(dim, own_positions(job))
 
 
 def _first_sequence(job: Job, own: int) -> int:

@@ -188,8 +188,8 @@ class Judging:
         if gradients - local <= wrong:
             self._leave_to_the_step(gradients)
             few = sorted(wrong)
-            held = Counter(name for run in self.runs for name in run.placements)
-            is_tied = min(held[name] for name in few) > min(held.values())
+            copies = Counter(name for run in self.runs for name in run.placements)
+            is_tied = min(copies[name] for name in few) > min(copies.values())
             found.problems.append(
                 "the gradients are each rank's own at the optimizer step, which reduces them "
                 f"itself. After it only {listed(few, 3)} {'are' if few[1:] else 'is'} wrong: look "
@@ -245,7 +245,7 @@ class Judging:
         """Find along which axes each parameter is replicated: where ranks hold equal elements."""
         grid, runs = self.found.grid, self.runs
         names = {name for run in runs for name in run.places}
-        axes = [axis for axis in grid.axes_in_use if self._is_held_along(axis, names)]
+        axes = [axis for axis in grid.axes_in_use if self._is_along(axis, names)]
         for run in runs:
             for name in run.places:
                 run.placements[name] = {
@@ -255,15 +255,15 @@ class Judging:
                     for axis in axes
                 }
 
-    def _is_held_along(self, axis: str, names: set[str]) -> bool:
+    def _is_along(self, axis: str, names: set[str]) -> bool:
         """Whether ranks along an axis hold the same parameters, or parts of one: no stages do."""
-        held = [
+        along = [
             {self.runs[rank].places.get(name) for rank in self._along(axis, run)}
             for run in self.runs
             for name in names
         ]
-        is_cut = any(len(own - {None}) > 1 for own in held)
-        return is_cut or all(own == {None} or None not in own for own in held)
+        is_cut = any(len(own - {None}) > 1 for own in along)
+        return is_cut or all(own == {None} or None not in own for own in along)
 
     def _along(self, axis: str, run: CodeRun) -> list[int]:
         """The ranks that differ from this one only on one axis."""
