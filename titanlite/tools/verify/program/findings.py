@@ -624,11 +624,13 @@ def explain_rows(e: PartEvidence) -> Iterator[str]:
         how = ", which is zero there, but not on one process" * one.is_zero
         how += ", which is zero on one process" * one.should_be_zero
         rows = sorted({row for of_rank in found.values() for row in of_rank.rows})
-        why = "Look at how these rows are chosen, and at what is special about them (padding, a "
-        why += "boundary between shards)"
+        why = "Look at how these rows are chosen (padding, a boundary between shards)"
         if all(of_rank.is_first for of_rank in found.values()):
             why = "It is the first row of each shard: indices of other shards that are set to 0 "
             why += "read it. Mask what they read where autograd sees the mask"
+            if one.is_zero:
+                why = "It is the first row of each shard: a padding_idx of 0 of the whole table, "
+                why += "given to each shard, takes its gradient. Give it to the one that has it"
         elif all(of_rank.times for of_rank in found.values()):
             times = zip(one.rows, one.times, strict=True)
             often = listed([f"{number} (row {row})" for row, number in times], 3)

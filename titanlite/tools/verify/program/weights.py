@@ -8,9 +8,11 @@ judge_updates    on one process: how often the reference's update that is, and w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,9 +94,17 @@ def _stepped(
             rows = -(-len(before) // share)
             alone[name] = nn.Parameter(before[:rows].clone())
             alone[name].grad = gradient[:rows].to(before.dtype)
-    if alone:
-        make_optimizer(request, list(alone.values())).step()
+    if not alone or (optimizer := _optimizer_of(request, list(alone.values()))) is None:
+        return {}
+    optimizer.step()
     return {name: parameter.detach() for name, parameter in alone.items()}
+
+
+def _optimizer_of(request: Request, some: list[nn.Parameter]) -> Any:
+    """The optimizer of some parameters; None if the caller's function needs all of them."""
+    with contextlib.suppress(Exception):
+        return make_optimizer(request, some)
+    return None
 
 
 def _judge(
@@ -153,8 +163,8 @@ def _scales_of_rows(own: Tensor, known: Tensor) -> tuple[float, ...]:
 
 def _adam_step(request: Request, step: int, scale: float) -> int | None:
     """The other step of which Adam's bias correction gives this scale."""
-    optimizer = make_optimizer(request, [nn.Parameter(torch.zeros(1))])
-    betas = optimizer.defaults.get("betas", ())
+    optimizer = _optimizer_of(request, [nn.Parameter(torch.zeros(1))])
+    betas = getattr(optimizer, "defaults", {}).get("betas", ())
     if len(betas) != 2 or not all(isinstance(beta, float) for beta in betas):
         return None
     correction = {n: (1 - betas[1] ** n) ** 0.5 / (1 - betas[0] ** n) for n in range(1, step + 9)}
