@@ -202,8 +202,23 @@ def conclude(e: PartEvidence) -> list[str]:
         if any(sentence for ask in stage for sentence in ask(e)):
             # That replicas differ follows from almost anything.
             splits = set(explain_replicas(e))
-            return [sentence for sentence in diagnose(e, stage) if sentence not in splits]
+            first, *rest = [one for one in diagnose(e, stage) if one not in splits] or [""]
+            return [first + _unread(e), *rest] if first else []
     return diagnose(e, ())
+
+
+def _unread(e: PartEvidence) -> str:
+    """The largest all-reduce whose result nothing reads, where a sum is missing; or ""."""
+    if not e.failed("buffer") and not list(missing_sums(e, e.failed("gradient"))):
+        return ""
+    sent = [run.traffic.sent[index] for run in e.runs for index in run.traffic.unread]
+    sums = sorted((one.num_bytes, one.site) for one in sent if one.kind == "all_reduce")
+    return (
+        f". Nothing reads the result of the all-reduce in {sums[-1][1]} before it is gone: does it "
+        "sum a copy (contiguous(), a cast), and not what is used?"
+        if sums
+        else ""
+    )
 
 
 def are_local(e: PartEvidence) -> bool:
