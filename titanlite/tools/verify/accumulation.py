@@ -9,7 +9,7 @@ from titanlite.config import ResolvedJob
 from titanlite.errors import ConfigError
 from titanlite.parallelize.steps import depends_on_microbatch
 from titanlite.registry import is_over_batch
-from titanlite.tools.verify import jobs
+from titanlite.tools.verify import jobs, on_rank
 from titanlite.tools.verify.causes import find_causes
 from titanlite.tools.verify.differences import (
     WORDS,
@@ -86,7 +86,7 @@ class Accumulation:
         unlike = [f for f in failures(again, Tolerance("float64")) if f.kind != "lr"]
         if not unlike:
             return
-        who = self._runs.pools.alone("titanlite.tools.verify.inspect_model:find_random", job)
+        who = self._runs.pools.alone(on_rank.inspect_model.find_random, job)
         first, which = unlike[0], f": {who} from torch's own generators" if who else ""
         raise ConfigError(
             f"model.name: on one process the same batch gives another {_what(first)} at step "
@@ -97,8 +97,7 @@ class Accumulation:
 
     def _mixing(self, job: ResolvedJob) -> str:
         """How the loss mixes samples; "" if it does not. Raises ConfigError if a module does."""
-        on_rank = "titanlite.tools.verify.inspect_model:find_mixing"
-        module, of_loss = self._runs.pools.alone(on_rank, job)
+        module, of_loss = self._runs.pools.alone(on_rank.inspect_model.find_mixing, job)
         if module:
             raise ConfigError(
                 f"model.name: the output of {module} for a sequence depends on the other "

@@ -7,6 +7,7 @@ import math
 
 from titanlite.config import override, resolve_job
 from titanlite.errors import TitanliteError
+from titanlite.tools.verify import on_rank
 from titanlite.tools.verify.diagnose import QUESTIONS_OF_JOB, diagnose
 from titanlite.tools.verify.differences import differences, failures
 from titanlite.tools.verify.evidence import JobEvidence
@@ -83,11 +84,11 @@ def _trace(
     job, alone, folder = evidence.job, reference.job, reference.folder
     names, evaluates = evidence.failed("gradient"), evidence.evaluates
 
-    on_one = "titanlite.tools.verify.job_trace:trace_reference"
-    on_rank = "titanlite.tools.verify.job_trace:trace_plan"
-    known = runs.pools.alone(on_one, alone, step, folder, job, names, evaluates=evaluates)
+    trace = on_rank.job_trace.trace_reference
+    known = runs.pools.alone(trace, alone, step, folder, job, names, evaluates=evaluates)
     what = job, step, folder, names, known, patch
-    traces = runs.pools.of(job.dims.world_size).call(on_rank, *what, evaluates=evaluates)
+    pool = runs.pools.of(job.dims.world_size)
+    traces = pool.call(on_rank.job_trace.trace_plan, *what, evaluates=evaluates)
     evidence.reference_trace, evidence.traces, evidence.watched = known, traces, traces
 
 

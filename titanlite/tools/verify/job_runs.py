@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from titanlite.config import ResolvedJob
 from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.tools.verify import on_rank
 from titanlite.tools.verify.jobs import JobRun, Microbatches, microbatches_of, saving_job
 from titanlite.tools.verify.pool import RankPools, must_run
 from titanlite.tools.verify.record import RankRun, RankStep, ReferenceRun, ReferenceStep
@@ -76,7 +77,7 @@ class JobRuns:
     def _start(self, run: JobRun, folder: str) -> Callable[[], list[RankRun]]:
         """Start such a run; `folder` is the reference's, which may still be running."""
         pool = self.pools.of(run.job.dims.world_size)
-        return pool.submit("titanlite.tools.verify.run:run_plan", run, folder)
+        return pool.submit(on_rank.run.run_plan, run, folder)
 
     def _start_reference(
         self, run: JobRun, *, is_beside: bool = False
@@ -86,8 +87,9 @@ class JobRuns:
         if known := self._references.get(key):
             return known.folder, lambda: known
         folder = tempfile.mkdtemp(dir=self._folder)
-        on_rank = "titanlite.tools.verify.run:run_reference"
-        results = self.pools.of(1).submit(on_rank, run, folder, is_beside=is_beside)
+        results = self.pools.of(1).submit(
+            on_rank.run.run_reference, run, folder, is_beside=is_beside
+        )
 
         def wait() -> Reference:
             with must_run("the job does not run"):
@@ -102,8 +104,9 @@ class JobRuns:
     def _start_resume(self, saved: JobRun, reference: Reference) -> Callable[[], list[RankStep]]:
         """Let one process load the checkpoint of `saved`, as soon as it is complete."""
         job = saving_job(reference.job, saved.job.config.job.dump_folder)
-        on_rank = "titanlite.tools.verify.reload:resume_alone"
-        return self.pools.of(1).submit(on_rank, job, saved.steps, reference.folder)
+        return self.pools.of(1).submit(
+            on_rank.reload.resume_alone, job, saved.steps, reference.folder
+        )
 
     @contextlib.contextmanager
     def _saving(self, plan: JobRun) -> Iterator[JobRun]:

@@ -4,8 +4,8 @@
         results = pool.call(function, *args)    # function(world, *args) on each, in rank order
 
 Starting ranks takes seconds, and verifying a small plan takes less, so plans share a pool.
-Functions are sent by cloudpickle. A caller without torch sends a name, "module:function", which the
-rank imports.
+Functions are sent by cloudpickle. A caller without torch sends a name, which the rank imports
+(on_rank.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from titanlite import pickles
 from titanlite.errors import RankError, TitanliteError
@@ -22,8 +22,13 @@ from titanlite.ranks.launch import Place, Ranks, spawn
 from titanlite.ranks.machine import check_local_ranks, needs_threads
 from titanlite.registry import load
 
-Function: TypeAlias = str | Callable[..., Any]
-"""What ranks call with their World and further arguments, or its name."""
+if TYPE_CHECKING:
+    from titanlite.ranks.world import World
+
+    P = ParamSpec("P")
+    R = TypeVar("R")
+    Function: TypeAlias = Callable[Concatenate[World, P], R]
+    """What ranks call with their World and further arguments; on_rank.py has names for some."""
 
 # A job's process groups live as long as the processes, since DTensor's caches hold its meshes. Each
 # has three gloo threads that wake up now and then: after a hundred jobs a rank is six times slower.
@@ -70,14 +75,16 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             serve = functools.partial(_serve, device_type=self.device_type)
             self._ranks = Ranks(serve, self.num_ranks, self.max_ranks)
 
-    def call(self, function: Function, *args: Any, **kwargs: Any) -> list[Any]:
+    def call(self, function: Function[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run `function(world, *args)` on each rank; returns the results in rank order.
 
         Raises RankError, and ends all ranks, if one raises, dies or exceeds the timeout.
         """
         return self.submit(function, *args, **kwargs)()
 
-    def submit(self, function: Function, *args: Any, **kwargs: Any) -> Callable[[], list[Any]]:
+    def submit(
+        self, function: Function[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[[], list[R]]:
         """Start a call; returns a function that waits for its results, to call before the next.
 
         It waits at most for the timeout, from when it is called.
@@ -127,7 +134,9 @@ class ThreadPool(RankPool):
         """Nothing: threads start at once."""
         check_local_ranks(self.num_ranks, allowed=self.max_ranks, are_threads=True)
 
-    def submit(self, function: Function, *args: Any, **kwargs: Any) -> Callable[[], list[Any]]:
+    def submit(
+        self, function: Function[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[[], list[R]]:
         """Prepare a call; it runs when its results are asked for."""
         assert not self.is_busy
         self.start()
@@ -142,7 +151,7 @@ class ThreadPool(RankPool):
         return run
 
 
-def _on_thread(place: Place, device_type: str, function: Function, args: Any, kwargs: Any) -> Any:
+def _on_thread(place: Place, device_type: str, function: Any, args: Any, kwargs: Any) -> Any:
     from titanlite.ranks.world import open_world
 
     with open_world(place, device_type) as world:
@@ -191,7 +200,7 @@ class RankPools(contextlib.AbstractContextManager["RankPools"]):
             self._pools[num_ranks] = self._exits.enter_context(pool)
         return self._pools[num_ranks]
 
-    def alone(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+    def alone(self, function: Function[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """The result of `function(world, *args)` on one process."""
         (result,) = self.of(1).call(function, *args, **kwargs)
         return result

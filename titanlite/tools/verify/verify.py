@@ -17,6 +17,7 @@ from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, check_machine, resolve_job
 from titanlite.parallelize.steps import depends_on_microbatch, features_on
+from titanlite.tools.verify import on_rank
 from titanlite.tools.verify.accumulation import Accumulation, measure_rounding
 from titanlite.tools.verify.causes import explain_error, find_causes
 from titanlite.tools.verify.differences import Tolerance, differences, unequal_replicas
@@ -169,7 +170,7 @@ class Verifier(contextlib.AbstractContextManager["Verifier"]):
             return []
 
         pool = self.pool(job.dims.world_size)
-        results = pool.call("titanlite.tools.verify.run:check_formats", job, patch)
+        results = pool.call(on_rank.run.check_formats, job, patch)
         return list(dict.fromkeys(problem for problems in results for problem in problems))
 
 

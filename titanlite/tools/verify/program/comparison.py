@@ -15,6 +15,7 @@ from typing import Any
 
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.observe.terminal import tell
+from titanlite.tools.verify import on_rank
 from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools, must_run
 from titanlite.tools.verify.program.judging import Judging
@@ -165,9 +166,8 @@ class Comparer(contextlib.AbstractContextManager["Comparer"]):
         with tempfile.TemporaryDirectory(prefix="titanlite-compare-") as folder:
             record = self._reference(packed, folder)
             found.narrowed = record.narrowed
-            on_rank = "titanlite.tools.verify.program.parallel:run_parallel"
             try:
-                runs = pool.call(on_rank, packed, folder, record)
+                runs = pool.call(on_rank.parallel.run_parallel, packed, folder, record)
             except TitanliteError as error:
                 found.error = failure(error)
                 found.findings = [found.error_finding]
@@ -178,9 +178,8 @@ class Comparer(contextlib.AbstractContextManager["Comparer"]):
         return found
 
     def _reference(self, packed: bytes, folder: str) -> ModelRun:
-        on_rank = "titanlite.tools.verify.program.reference:run_model"
         with must_run("reference: does not run"):
-            record: ModelRun = self._pools.alone(on_rank, packed, folder)
+            record = self._pools.alone(on_rank.reference.run_model, packed, folder)
         for step, numbers in enumerate(record.steps):
             if not math.isfinite(numbers.loss + numbers.norm):
                 raise ConfigError(

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.tools.verify import on_rank
 from titanlite.tools.verify.dataflow import describe_event, first_wrong
 from titanlite.tools.verify.differences import (
     Key,
@@ -340,9 +340,8 @@ class Judging:
         return largest_of(found, len(self.record.steps))
 
     def _again(self, dtype: str, perturbed: int = 0) -> list[dict[Key, float]]:
-        on_rank = "titanlite.tools.verify.program.parallel:run_again"
         what = self.packed, self.folder, self.record
-        again = self.pools.alone(on_rank, *what, dtype, perturbed)
+        again = self.pools.alone(on_rank.parallel.run_again, *what, dtype, perturbed)
         for step, value in enumerate(again.losses, 1):
             # The loss function of one process always returns a loss.
             again.steps[step].loss = value or 0.0
@@ -378,7 +377,10 @@ class Judging:
         for count in {1: None, evidence.num_microbatches: None}:
             if not (all(files) and wrong) or 2 * most > len(wrong):
                 continue
-            parts = self._try("reference:find_shares", self.folder, step, files, count)
+            parts = None
+            with contextlib.suppress(RankError):
+                what = self.packed, self.folder, step, files, count
+                parts = self.pools.alone(on_rank.reference.find_shares, *what)
             number = 0 if parts is None else sum(map(parts.explains, wrong))
             if parts is not None and number > most:
                 parts.mixed = parts.mixed or evidence.fits.mixed
@@ -389,23 +391,18 @@ class Judging:
                     for index in range(count)
                 ]
         if all(files) and (left := [name for name in wrong if not evidence.fits.explains(name)]):
-            what = self.folder, step, files, left
-            evidence.uses = self._try("uses:find_uses", *what) or evidence.uses
+            with contextlib.suppress(RankError):
+                asked = self.packed, self.folder, step, files, left
+                evidence.uses = self.pools.alone(on_rank.uses.find_uses, *asked)
         if any(map(evidence.failed, ("loss", "gradient"))) and traces:
             self._watch(evidence, step)
         if evidence.failed("weight"):
             saved = {run.rank: run.updates[step] for run in self.runs if step in run.updates}
-            updates = self._try("weights:judge_updates", step, list(saved.values()))
-            evidence.updates = dict(zip(saved, updates or (), strict=False))
+            with contextlib.suppress(RankError):
+                judge, own = on_rank.weights.judge_updates, list(saved.values())
+                updates = self.pools.alone(judge, self.packed, step, own)
+                evidence.updates = dict(zip(saved, updates, strict=True))
         return evidence
-
-    def _try(self, function: str, *what: Any) -> Any:
-        """What a function of this package finds on one process; None if it fails there."""
-        with contextlib.suppress(RankError):
-            return self.pools.alone(
-                f"titanlite.tools.verify.program.{function}", self.packed, *what
-            )
-        return None
 
     def _complete(self, evidence: PartEvidence, step: int) -> str:
         """The line whose result, reduced over an axis, makes what is wrong right; "" if none does.
@@ -432,11 +429,10 @@ class Judging:
             and (is_input(event) or module in (inner := module_of(place[0][0]), *around(inner)))
         ]
         pool = self.pools.of(e.dims.world_size)
-        on_rank = "titanlite.tools.verify.program.parallel:run_parallel"
         for place in places[:MOST_COMPLETED]:
             for axis in e.dims.axes_in_use:
                 what = self.packed, self.folder, self.record, step, (place, axis, event)
-                runs = pool.call(on_rank, *what)
+                runs = pool.call(on_rank.parallel.run_parallel, *what)
                 found = [t.events[event] for run in runs if event in (t := run.traces[step]).events]
                 factor, left = pooled([one.agreement for one in found])
                 if not event:
@@ -464,14 +460,13 @@ class Judging:
 
     def _watch(self, evidence: PartEvidence, step: int) -> None:
         """Run both sides again, and note the lines of the caller's code."""
-        on_one = "titanlite.tools.verify.program.reference:run_model"
-        on_rank = "titanlite.tools.verify.program.parallel:run_parallel"
         what = self.packed, self.folder
         try:
             first = first_wrong(evidence)
-            self.pools.alone(on_one, *what, step, "" if is_input(first) else module_of(first))
+            call = "" if is_input(first) else module_of(first)
+            self.pools.alone(on_rank.reference.run_model, *what, step, call)
             pool = self.pools.of(self.found.grid.world_size)
-            runs = pool.call(on_rank, *what, self.record, step)
+            runs = pool.call(on_rank.parallel.run_parallel, *what, self.record, step)
             evidence.watched = [run.traces[step] for run in runs]
             evidence.completed = self._complete(evidence, step)
         except TitanliteError as error:
