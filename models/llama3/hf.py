@@ -115,10 +115,10 @@ def unfit(sizes: Llama3Config) -> Iterator[tuple[str, str]]:
     else:
         why = "the Hugging Face format of experts with a bias or shared experts (DeepSeek-V3's)"
         needed = ONLY_GLM
-    for key, (value, shown) in needed.items():
+    for key, (value, legal) in needed.items():
         if (own := getattr(sizes, key)) != value:
             shown = str(own).lower() if isinstance(own, bool) else own
-            yield f"model.{key}", f"{shown} does not fit {why}; give {shown}, {otherwise}"
+            yield f"model.{key}", f"{shown} does not fit {why}; give {legal}, {otherwise}"
     if kind == GLM:
         if not sizes.expert_bias:
             message = f"{why} has a bias, and this model none; give a coefficient, {otherwise}"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -154,7 +153,7 @@ def whole_values(build: Callable[[], nn.Module], world: World) -> Iterator[Mappi
         # All ranks learn whether every machine has its file before any maps it.
         Peers().all_do(store)
         values = torch.load(path, mmap=True, weights_only=True)
-        dist.barrier()
+        Peers().gathered(None)  # all ranks have mapped it
     finally:
         # A mapped file keeps its content without its name.
         if world.local_rank == 0:
