@@ -115,9 +115,10 @@ def test_quiet_command_takes_little_more_than_the_simulation():
 )
 def test_a_thousand_workers_and_four_thousand_batches(arguments):
     """8.4 million work items: 20 CPU-seconds on a quiet machine, and 2 GB."""
-    used, most, output = measure(
-        *arguments.split(), "--workers", "1024", "--batches", "4096", "--quiet"
-    )
+    words = arguments.split()
+    few, _, _ = measure(*words, "--workers", "256", "--batches", "1024", "--quiet")
+    used, most, output = measure(*words, "--workers", "1024", "--batches", "4096", "--quiet")
     assert "1024" in output
-    assert used < 45
+    # Machines differ by a factor of three. 16 times the work takes 21 times as long: caches.
+    assert used < 32 * few
     assert most < 2e9
