@@ -16,7 +16,9 @@ def failed_writes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 @contextlib.contextmanager

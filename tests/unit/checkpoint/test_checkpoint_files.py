@@ -607,7 +607,7 @@ def test_a_full_disk_is_known_wherever_a_file_ends(tmp_path, limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_all_temporary_files_are_written_so():
+def test_torch_save_is_called_in_one_module():
     library = Path(__file__).parents[3] / "titanlite"
     writers = [path for path in library.rglob("*.py") if "torch.save(" in path.read_text()]
     assert writers == [library / "ranks/temporary.py"]

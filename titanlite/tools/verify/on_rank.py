@@ -20,5 +20,8 @@ class _Names:
 
 
 def __getattr__(module: str) -> Any:
-    is_of_program = module in ("parallel", "reference", "uses", "weights")
-    return _Names(f"program.{module}" if is_of_program else module)
+    if module in ("inspect_model", "job_trace", "reload", "run"):
+        return _Names(module)
+    if module in ("parallel", "reference", "uses", "weights"):
+        return _Names(f"program.{module}")
+    raise AttributeError(module)

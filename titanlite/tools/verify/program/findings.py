@@ -202,8 +202,8 @@ def conclude(e: PartEvidence) -> list[str]:
         if any(sentence for ask in stage for sentence in ask(e)):
             # That replicas differ follows from almost anything.
             splits = set(explain_replicas(e))
-            first, *rest = [one for one in diagnose(e, stage) if one not in splits] or [""]
-            return [first + _unread(e), *rest] if first else []
+            found = [sentence for sentence in diagnose(e, stage) if sentence not in splits]
+            return [found[0] + _unread(e), *found[1:]] if found else []
     return diagnose(e, ())
 
 
