@@ -56,6 +56,7 @@ def test_a_cheap_row_is_planned_as_the_page_says() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_the_page_has_the_table_that_the_command_prints(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

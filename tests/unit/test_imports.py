@@ -157,7 +157,7 @@ WITH_TORCH = {
     ),
     "titanlite/tools/verify/program": (
         *("batches", "building", "code_trace", "lines", "local_parts", "parallel", "reference"),
-        *("saved", "uses", "values", "weights"),
+        *("saved", "step_trace", "uses", "values", "weights"),
     ),
 }
 PLANNED_WITHOUT_TORCH = (

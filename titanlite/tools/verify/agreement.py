@@ -19,7 +19,9 @@ MISSING = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "", math.inf)
 """Of a tensor that only the rank or only the reference has."""
 
 
-def agreement(own: Tensor, expected: Tensor, whole: Tensor) -> Agreement:
+def agreement(
+    own: Tensor, expected: Tensor, whole: Tensor, is_noise: Tensor | None = None
+) -> Agreement:
     """`own`, a rank's part, compared with `expected`, the same part of the reference's `whole`."""
     own, expected, whole = dense(own), dense(expected), dense(whole)
     digest = digest_of(own)
@@ -30,6 +32,11 @@ def agreement(own: Tensor, expected: Tensor, whole: Tensor) -> Agreement:
     if own.shape != expected.shape:
         return Agreement(math.inf, scale, 0.0, 0.0, 0.0, digest, math.inf)
     a, b = own.cpu().double().flatten(), expected.double().flatten()
+    noise, sums = 0.0, ((a @ a).item(), (a @ b).item(), (b @ b).item())
+    if is_noise is not None and is_noise.shape == own.shape:
+        is_small = is_noise.flatten() & a.isfinite()
+        noise = (a - b).abs().where(is_small, 0.0).max().item() if a.numel() else 0.0
+        a = b.where(is_small, a)
     error = (a - b).abs().max().item() if a.numel() else 0.0
     if scale == math.inf and not every.isnan().any():
         # A mask may have infinities: equal ones agree.
@@ -42,8 +49,7 @@ def agreement(own: Tensor, expected: Tensor, whole: Tensor) -> Agreement:
         difference, size = a - b, (every @ every).item() / len(every)
         square = (difference @ difference).item() / len(a)
         distance = math.sqrt(square / size) if size else math.inf
-    sums = (a @ a).item(), (a @ b).item(), (b @ b).item()
-    return Agreement(error, scale, *sums, digest, distance)
+    return Agreement(error, scale, *sums, digest, distance, noise)
 
 
 def without_padding(own: Tensor, part: Tensor) -> Tensor:

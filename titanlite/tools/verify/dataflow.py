@@ -634,7 +634,7 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         if last in partial:
             place += f": its sum over {partial[last]} is correct, so it is still Partial. "
             place += f"All-reduce it over {partial[last]} in that backward pass"
-        place += _unseen(e, "")
+        place += _unseen(e, "") or (_sent_by_loss(e, last) if last not in partial else "")
     elif from_partial:
         axis = partial[from_partial[0]]
         place = (
@@ -749,6 +749,17 @@ def _unseen(e: Evidence, call: str) -> str:
     """The line of a call that sends what has a gradient and gets back what has none; or ""."""
     line = next((t.unseen[call] for t in e.watched if call in t.unseen), "")
     return f". In the forward pass, {line} sends what has a gradient: {UNSEEN}" * bool(line)
+
+
+def _sent_by_loss(e: Evidence, event: str) -> str:
+    """The line of the loss that exchanges something, if nothing is on the way back to an event."""
+    lines = [t.sent_by_loss for t in e.watched if t.sent_by_loss and event not in t.exchanged]
+    return (
+        f": {lines[0]} brings what other ranks have, but on the way back nothing is exchanged. Add "
+        "up the gradient of what a rank sends over all that read it"
+        if lines
+        else ""
+    )
 
 
 def _partial_over(e: Evidence, event: str) -> str:

@@ -166,12 +166,13 @@ def _difference(
 ) -> float:
     """The difference of a tensor; `noise` are the parameters whose gradient is rounding error.
 
-    The weight and the state of such a parameter are compared relative to `largest`.
+    The weight and the state of such a parameter are compared relative to `largest`, as are single
+    elements of a weight, such as the key's in one bias of queries, keys and values.
     """
     parameter = name.rpartition(".")[0] if kind == "state" else name
     if kind in ("weight", "state") and parameter in noise and largest:
-        return agreement.error / largest
-    return agreement.difference
+        return max(agreement.error, agreement.noise) / largest
+    return max(agreement.difference, agreement.noise / largest if largest else 0.0)
 
 
 def _largest(tensors: Iterable[Mapping[str, Agreement]]) -> float:

@@ -164,9 +164,13 @@ class Evidence:
         for line in (line for trace in self.watched for line in trace.wrong_lines):
             own = [events[line.call] for events in every if line.call in events]
             agrees = own and not any(one.wrong_calls or one.is_other for one in own)
+            # Another order inside a module is none of what it returns.
+            is_order = line.only_arranges or line.is_moved
+            is_inner = own and is_order and not any(one.wrong_calls for one in own)
             module = record.module_of(line.call)
             inside = record.module_of(event) in (module, *record.around(module))
-            if not event or (not agrees and (inside or record.is_input(event))):
+            is_before = not agrees and (inside or record.is_input(event))
+            if is_before if event else not is_inner:
                 return line
         return None
 
@@ -236,9 +240,12 @@ class Evidence:
                     f"{other or 'a value of this line'} right. Reduce them before, or scale one of "
                     "them"
                 )
+            how = ". Reduce it before it is used"
+            if found.too_narrow:
+                how = ", but {} reduces it over {} alone".format(*found.too_narrow)
             return (
                 f"{start}. It reads {what or 'a value of the same line'}, which each rank computes "
-                f"from its own part: only {found.way} is right. Reduce it before it is used"
+                f"from its own part: only {found.way} is right{how}"
             )
         if found.is_of_padded:
             return f"{start}. What it reads agrees, but has {PADDING}"

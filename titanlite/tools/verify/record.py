@@ -26,7 +26,8 @@ class Agreement(NamedTuple):
 
     `error` is max|a - b|; `scale` is the largest magnitude in the reference's whole tensor; `aa`,
     `ab` and `bb` are the sums of a*a, a*b and b*b; `digest` is a digest of a's bytes. `distance` is
-    the root mean square of a - b, divided by that of the whole tensor.
+    the root mean square of a - b, divided by that of the whole tensor. `noise` is max|a - b| of the
+    elements whose gradient is only rounding error, which the others leave out.
     """
 
     error: float
@@ -36,6 +37,7 @@ class Agreement(NamedTuple):
     bb: float
     digest: str
     distance: float = 0.0
+    noise: float = 0.0
 
     @property
     def difference(self) -> float:
@@ -397,6 +399,8 @@ class RankTrace:
     unseen: dict[str, str] = field(default_factory=dict)
     """Call of a module, "" for none -> the first line that sends what has a gradient, unseen by
     autograd."""
+    sent_by_loss: str = ""
+    """The first line outside modules, after a forward pass began, that exchanges something."""
     exchanged: frozenset[str] = frozenset()
     """What has a gradient for which the backward pass called a collective."""
     without_gradient: tuple[str, ...] = ()
@@ -413,6 +417,8 @@ class RankTrace:
     """The same for one that only this rank runs."""
     drawn: tuple[str, ...] = ()
     """The lines of the optimizer's step that draw random numbers."""
+    own_norm: tuple[str, ...] = ()
+    """A line there that takes the norm of the rank's gradients alone, and the axes it lacks."""
     outdated: frozenset[str] = frozenset()
     """What agrees with a model that has weights of before the last update."""
 
@@ -428,6 +434,8 @@ class CodeRun(RankRun):
 
     places: dict[str, str] = field(default_factory=dict)
     """Parameter -> a digest of the elements that the rank holds, equal for replicas."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Parameter -> the number of all its elements."""
     losses: list[float | None] = field(default_factory=list)
     """What each step returned, None where a rank computes no loss."""
     parts: list[str] = field(default_factory=list)
@@ -542,10 +550,14 @@ class WrongLine:
     """The line whose result it reads, if that is this rank's share: right after a reduction."""
     way: str = ""
     """Which, such as "the sum over tp"."""
+    too_narrow: tuple[str, ...] = ()
+    """The line that reduces that result, and over which axis, if `way` needs another, too."""
     mixed: tuple[str, str] | None = None
     """Another line whose result it reads, and the other reduction that makes that right."""
     is_of_part: bool = False
     """Whether it mixes elements of a value that is right, of which this rank has only a part."""
+    only_arranges: bool = False
+    """Whether its operator only copies elements, as a concatenation does."""
     is_of_padded: bool = False
     """Whether it mixes elements of a value that is right, but has padding on this rank."""
     is_causal: bool = False

@@ -7,6 +7,7 @@ a reference, and compares a rank with that record.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from titanlite.modules.names import unwrapped_name
 from titanlite.modules.shards import local_part, shard_of, whole_tensor
 from titanlite.tools.verify.agreement import MISSING, agreement, dense, digest_of
+from titanlite.tools.verify.differences import NOISE
 from titanlite.tools.verify.events import Events, recorded
 from titanlite.tools.verify.record import Agreement
 
@@ -101,6 +103,8 @@ class Subject:
     """The reference's name of a name in a module."""
     is_job: bool = True
     """If not, it may have other state and buffers than the reference, and no gradient is zero."""
+    _is_noise: dict[str, Tensor] = field(default_factory=dict)
+    """Parameter -> which elements of this rank's part have had no gradient but rounding error."""
 
     def recorded(self, kept: Events) -> AbstractContextManager[Events]:
         """Inside, `kept` records all modules. In a job, what a plan's hooks do is the module's."""
@@ -143,7 +147,8 @@ class Subject:
 
     def compare_weights(self, known: Mapping[str, Tensor]) -> dict[str, Agreement]:
         """This rank's parts of the weights compared with the reference's, as in all of these."""
-        return self._compare({name: one.parameter for name, one in self.local.items()}, known)
+        own = {name: one.parameter for name, one in self.local.items()}
+        return self._compare(own, known, self._is_noise)
 
     def compare_gradients(self, known: Mapping[str, Tensor]) -> dict[str, Agreement]:
         """One that only one side has counts as differing."""
@@ -154,16 +159,32 @@ class Subject:
                 {n: g for n, g in some.items() if n in others or _own(g).any()}
                 for some, others in ((own, known), (known, own))
             )
+        self._find_noise(own, known)
         return self._compare(own, known)
 
+    def _find_noise(self, own: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> None:
+        """Note the elements whose gradient, in each step so far, is only rounding error."""
+        most = NOISE * math.sqrt(
+            sum(whole.double().square().sum().item() for whole in known.values())
+        )
+        for name in own.keys() & known.keys():
+            a, b = _own(own[name]).cpu(), self.local[name].part_of(known[name], own[name]).cpu()
+            if a.shape == b.shape:
+                is_small = (a.abs() <= most) & (b.abs() <= most)
+                self._is_noise[name] = is_small & self._is_noise.get(name, is_small)
+
     def _compare(
-        self, own: Mapping[str, Tensor], known: Mapping[str, Tensor]
+        self,
+        own: Mapping[str, Tensor],
+        known: Mapping[str, Tensor],
+        is_noise: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Agreement]:
         found = {}
         for name, one in self.local.items():
             tensor, whole = own.get(name), known.get(name)
             if tensor is not None and whole is not None:
-                found[name] = agreement(_own(tensor), one.part_of(whole, tensor), whole)
+                part = one.part_of(whole, tensor)
+                found[name] = agreement(_own(tensor), part, whole, (is_noise or {}).get(name))
             elif tensor is not None:
                 found[name] = MISSING._replace(digest=digest_of(_own(tensor)))
             elif whole is not None:

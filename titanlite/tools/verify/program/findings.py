@@ -100,6 +100,12 @@ class PartEvidence(Evidence):
 
     def describe_update(self) -> str:
         """What the optimizer's step does to the wrong weights, in a sentence; "" if unknown."""
+        for line, axes in (trace.own_norm for trace in self.watched if trace.own_norm):
+            return (
+                f"{line} takes the norm of the gradients that each rank has, alone, so clipping "
+                "scales each rank's by a factor of its own. Add up the squares (of copies once) "
+                f"over {axes} before the norm is used"
+            )
         wrong = [one for of_rank in self.updates.values() for one in of_rank.values()]
         if not wrong:
             return ""
@@ -128,7 +134,9 @@ class PartEvidence(Evidence):
                 "ranks"
             )
         factor, left = pooled([one.decay for one in wrong])
-        if left < EXPLAINED and factor:
+        # Small differences leave little beside the weights, whatever they are.
+        is_multiple = all(p.ab**2 > (1 - EXPLAINED) * p.aa * p.bb for p in (w.decay for w in wrong))
+        if left < EXPLAINED and factor and is_multiple:
             return (
                 f"They differ by {factor:.4g} times the weights before the step: the weight decay "
                 "of these parameters is not that on one process. Look at their parameter groups"
@@ -182,7 +190,8 @@ class PartEvidence(Evidence):
     def _describe_shares(self, wrong: Sequence[Update]) -> str:
         """By how much each rank's share of the update is scaled; "" if they are no such shares."""
         scales = {round(scale, 3) for one in wrong for scale in one.scales}
-        if not all(one.scales for one in wrong) or len(scales) > self.dims.world_size:
+        few = scales != {1.0} and len(scales) <= self.dims.world_size
+        if not few or not all(one.scales for one in wrong):
             return ""
         return (
             f"Runs of their rows change {listed([f'{s:g}' for s in sorted(scales)], 8)} times as "
@@ -394,10 +403,17 @@ def explain_untrained(e: PartEvidence) -> Iterator[str]:
         return
     ranks = ranks_of(e, lambda run: worst(run, "weights", e.step, wrong))
     who = e.named(wrong, "weight")
+    own = [one.fit for of_rank in e.updates.values() for n, one in of_rank.items() if n in wrong]
+    factor, left = pooled(own)
+    how = ", and at who runs it"
+    if left < EXPLAINED and 1 < factor <= e.num_microbatches:
+        how = (
+            f". They change {factor:.6g} times as much as on one process, as averages do that are "
+        )
+        how += f"updated after each of {e.num_microbatches} microbatches. Do it once a step"
     yield (
-        f"{who}, which nothing trains, {agree(who, 'differ')} after step {e.step}, "
-        f"{e.where(ranks)}: look at the "
-        "code that sets them (averaged weights, centers, a teacher), and at who runs it"
+        f"{who}, which nothing trains, {agree(who, 'differ')} after step {e.step}, {e.where(ranks)}"
+        f": look at the code that sets them (averaged weights, centers, a teacher){how}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -192,9 +192,15 @@ class Judging:
             is_tied = min(copies[name] for name in few) > min(copies.values())
             found.problems.append(
                 "the gradients are each rank's own at the optimizer step, which reduces them "
-                f"itself. After it only {listed(few, 3)} {'are' if few[1:] else 'is'} wrong: look "
-                "at how the step reduces gradients there"
-                + (". More ranks hold it than others, so add up its copies first" * is_tied)
+                f"itself. After it only {listed(few, 3)} {'are' if few[1:] else 'is'} wrong: "
+                + (
+                    "just those that lie on two ranks if all are laid end to end and cut into "
+                    f"{len(self.runs)} equal parts. What the step computes of a whole parameter, "
+                    "such as a norm or a trust ratio, needs both ranks' elements"
+                    if wrong == _cut_evenly(self.runs[0].sizes, len(self.runs))
+                    else "look at how the step reduces gradients there"
+                    + ". More ranks hold it than others, so add up its copies first" * is_tied
+                )
             )
 
     def _is_only_scaled(self, step: int) -> bool:
@@ -394,7 +400,9 @@ class Judging:
             with contextlib.suppress(RankError):
                 asked = self.packed, self.folder, step, files, left
                 evidence.uses = self.pools.alone(on_rank.uses.find_uses, *asked)
-        if any(map(evidence.failed, ("loss", "gradient"))) and traces:
+        if (any(map(evidence.failed, ("loss", "gradient"))) and traces) or evidence.failed(
+            "weight"
+        ):
             self._watch(evidence, step)
         if evidence.failed("weight"):
             saved = {run.rank: run.updates[step] for run in self.runs if step in run.updates}
@@ -473,6 +481,16 @@ class Judging:
             failure(error)
             why = " ".join(str(error).split())
             self.found.notes.append(f"the lines of the code could not be compared ({why[:200]})")
+
+
+def _cut_evenly(sizes: Mapping[str, int], num_ranks: int) -> set[str]:
+    """The parameters on several ranks, if all, laid end to end, are cut into equal parts."""
+    part, start = -(-sum(sizes.values()) // num_ranks), 0
+    cut = set[str]()
+    for name, size in sizes.items():
+        cut |= {name} if start // part < (start + size - 1) // part else set()
+        start += size
+    return cut
 
 
 def _losses_of_parts(runs: Sequence[CodeRun], step: int) -> list[float]:

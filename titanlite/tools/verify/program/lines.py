@@ -72,8 +72,9 @@ def wrong_lines(
     parts = {
         n for n, (own, whole, share) in pairs.items() if own.numel() * share[1] < whole.numel()
     }
+    axes = {a: tuple(dist.get_process_group_ranks(g)) for a, g in tracer.subject.groups.items()}
     search = _LineSearch(
-        values, known, others, instead, states, wrong, unjudged, shares, rows, borders, parts
+        values, known, others, instead, states, wrong, unjudged, shares, rows, borders, parts, axes
     ).found()
     lines = tuple(itertools.islice(search, MOST_LINES))
     return lines, _without_gradient(values, known, others)
@@ -224,6 +225,11 @@ def _shares(
             sum_over_axes(tracer.subject, of_ranks, lambda: scaled(1), operator)
             for operator in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
         )
+        over_two = dict[str, Tensor]()
+        if None not in of_ranks and len(set(of_ranks)) == 1:
+            for one, two in itertools.combinations(sums, 2):
+                both = sum_over_axes(tracer.subject, of_ranks, sums[one].clone)
+                over_two[_sum_over(one, two)] = both[two]
         # A mean over rows, of which ranks may have different numbers.
         by_rows = sum_over_axes(tracer.subject, of_ranks, lambda: scaled(num_rows[tracer.rank]))
         ways: dict[str, Tensor] = {}
@@ -231,13 +237,14 @@ def _shares(
             ranks = dist.get_process_group_ranks(tracer.subject.groups[axis])
             rows = sum(num_rows[rank] for rank in ranks)
             ways |= {
-                f"the sum over {axis}": total,
+                _sum_over(axis): total,
                 f"the mean over {axis}": total / len(ranks),
                 f"the mean over {axis}, weighted by the number of rows,": by_rows[axis]
                 / max(1, rows),
                 f"the minimum over {axis}": lowest[axis],
                 f"the maximum over {axis}": highest[axis],
             }
+        ways |= over_two
         if place not in pairs:
             continue
         own, whole, (_, count) = pairs[place]
@@ -285,6 +292,8 @@ class _LineSearch:
     """What `_border` finds on the ranks."""
     parts: Collection[int]
     """The values of which this rank has only a part."""
+    axes: Mapping[str, Sequence[int]]
+    """The ranks along each axis."""
 
     def found(self) -> Iterator[WrongLine]:
         """The wrong values that are no shares, nor harmless, nor parts that new code completes.
@@ -315,6 +324,7 @@ class _LineSearch:
             ends = (own for other, own in self.borders.items() if other[0][:2] == (call, line))
             found.border = next(("".join(own) for own in ends if len(own) == 1), "")
             found.arranges = self._arranges(number)
+            found.only_arranges = _only_arranges(operator)
             sources, between = self._sources(self.values, number)
             found.only_here = _lines_of(self.values, between, {found.line})
             self._compare(found, number)
@@ -325,14 +335,14 @@ class _LineSearch:
             )
             # What only this code runs may be completed later, unless it says what is missing.
             if place[0] not in self.known.of and not (
-                found.numbers or found.rows or (found.is_of_part and not _only_arranges(operator))
+                found.numbers or found.rows or (found.is_of_part and not found.only_arranges)
             ):
                 continue
             found.is_of_padded = self.values.mixes[number] and any(
                 self.states.get(self.values.places[source]) == "padded" for source in sources
             )
             # A collective between the two may be the reduction.
-            is_reduced = not self.values.exchanged.isdisjoint([*between, *sources])
+            is_reduced = not self.values.exchanged.keys().isdisjoint([*between, *sources])
             shares = [s for s in sources if self._is_open_share(s, harmless) and not is_reduced]
             # Another number of the same line says more than that it is given a mean of own rows.
             if found.numbers and all("mean" in self.shares[self.values.places[s]] for s in shares):
@@ -347,8 +357,10 @@ class _LineSearch:
                     (p[0][1], self.shares[p]) for p in map(self.values.places.__getitem__, shares)
                 )
                 found.mixed = next((one for one in ways if one[1] != found.way), None)
-                sources, _ = self._sources(self.values, share)
+                sources, between = self._sources(self.values, share)
                 share = next((s for s in sources if self._is_open_share(s, harmless)), None)
+                if share is not None:
+                    found.too_narrow = found.too_narrow or self._too_narrow(share, between)
             yield found
 
     def _reshapes(self, number: int) -> bool:
@@ -370,6 +382,16 @@ class _LineSearch:
             else:
                 stack += self.values.sources[one]
         return tuple(calls)
+
+    def _too_narrow(self, share: int, between: Sequence[int]) -> tuple[str, ...]:
+        """The line and the axis of what reduces a share, which needs a sum over another, too."""
+        through = self.values.exchanged
+        for line, ranks in (through[one] for one in [share, *between] if one in through):
+            for axis, other in itertools.permutations(self.axes, 2):
+                both = _sum_over(axis, other), _sum_over(other, axis)
+                if self.axes[axis] == ranks and self.shares[self.values.places[share]] in both:
+                    return line, axis
+        return ()
 
     def _is_open_share(self, number: int, harmless: Mapping[int, bool]) -> bool:
         place = self.values.places[number]
@@ -440,6 +462,10 @@ def _order(own: Tensor | None, known: Tensor | None) -> str:
     return (
         f"in another order: its first row has the elements {', '.join(map(str, row))}{more} of that"
     )
+
+
+def _sum_over(*axes: str) -> str:
+    return f"the sum over {' and '.join(axes)}"
 
 
 def _only_arranges(operator: str) -> bool:

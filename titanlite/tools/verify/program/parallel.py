@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite import pickles
 from titanlite.errors import ConfigError
@@ -25,7 +24,6 @@ from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import fsdp_groups, local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending
-from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
 from titanlite.tools.verify.events import Events, OperatorWatch
 from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
@@ -41,7 +39,8 @@ from titanlite.tools.verify.program.lines import wrong_lines
 from titanlite.tools.verify.program.local_parts import find_parts
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.saved import watching_saved
-from titanlite.tools.verify.program.values import RANDOM, Place, load_values
+from titanlite.tools.verify.program.step_trace import watch_step
+from titanlite.tools.verify.program.values import Place, load_values
 from titanlite.tools.verify.program.weights import changed, fingerprint, save_update
 from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
@@ -189,7 +188,7 @@ class _Measuring:
             if step == self.watched:
                 run.traces[step] = self._lines(tracer, kept, known)
                 if self.completed is None:
-                    run.traces[step].drawn = _drawn_by_step(built)
+                    watch_step(built, subject, known["gradients"], run.traces[step])
                 return run
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
@@ -231,6 +230,7 @@ class _Measuring:
             {name: digest_of(one.part_of(start[name])) for name, one in local.items()},
             [RankStep(weights=weights)],
             places={name: one.place for name, one in local.items()},
+            sizes={name: one.shape.numel() for name, one in local.items()},
             averages=any(map(_averages, every)),
             shuffled=tuple(n for n in others if has_elements_of(local[n].parameter, start[n])),
             in_other_order=in_other_order,
@@ -257,7 +257,8 @@ class _Measuring:
         trace.carried = carried(values, number)
         trace.left_out, trace.added = left_out(values, reference), added(values, reference)
         trace.groups = {call: tuple(groups) for call, groups in values.groups.items()}
-        trace.exchanged, trace.unseen = frozenset(kept.exchanged), kept.values.unseen
+        trace.exchanged, trace.unseen = frozenset(kept.exchanged), values.unseen
+        trace.sent_by_loss = values.sent_by_loss
         return trace
 
     def _save_update(self, subject: Subject, found: RankStep, step: int, run: CodeRun) -> None:
@@ -388,25 +389,6 @@ class _Measuring:
             with contextlib.suppress(Exception):
                 trace.file = save_part(path, tracer, part, digest, names)
         return trace
-
-
-def _drawn_by_step(built: Built) -> tuple[str, ...]:
-    """The caller's lines that draw random numbers in the optimizer's step."""
-    found: dict[str, None] = {}
-
-    class Draws(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if str(func).removeprefix("aten.").startswith(RANDOM):
-                found[line_of_caller(FOREIGN)] = None
-            return func(*args, **(kwargs or {}))
-
-    # It fails on every rank or on none: the step has run before, without this mode.
-    with contextlib.suppress(Exception), Draws():
-        built.clip()
-        built.optimizer.step()
-    return tuple(filter(None, found))
 
 
 def _unsynchronized(built: Built, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:

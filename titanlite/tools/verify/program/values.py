@@ -61,10 +61,12 @@ class Values:
     """The value that is reduced over a group of ranks before it is used, and that group."""
     groups: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
     """Call of a module -> the groups of ranks that exchange something inside it."""
+    sent_by_loss: str = ""
+    """The first line outside modules, after a forward pass began, that exchanges something."""
     unseen: dict[str, str] = field(default_factory=dict)
     """Call, "" for none -> the first line in it that sends what has a gradient."""
-    exchanged: set[int] = field(default_factory=set)
-    """The values that a rank sends or receives."""
+    exchanged: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """The values that a rank sends or receives -> the line, and the ranks of its group."""
     passes: list[int] = field(default_factory=list)
     """The number of the forward pass, counted from 1, in which each value is computed."""
     num_passes: int = 0
@@ -147,13 +149,16 @@ class Values:
 
     def note_group(self, calls: Sequence[str], group: Any, tensors: Sequence[Tensor]) -> None:
         """Note that the ranks of a group exchange these inside calls of modules."""
-        self.exchanged |= {self._makers[one] for one in tensors if one in self._makers}
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        line = line_of_caller(FOREIGN)
+        self.exchanged |= {self._makers[t]: (line, ranks) for t in tensors if t in self._makers}
         for call in calls:
             self.groups[call].add(ranks)
+        if not calls and self.num_passes:
+            self.sent_by_loss = self.sent_by_loss or line
         # A function with a backward pass of its own computes without gradients.
         if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
-            self.unseen.setdefault(calls[-1] if calls else "", line_of_caller(FOREIGN))
+            self.unseen.setdefault(calls[-1] if calls else "", line)
 
     def follow(self, value: Tensor, alias: Tensor) -> None:
         """An alias has the value of a tensor."""
