@@ -164,13 +164,9 @@ class Evidence:
         for line in (line for trace in self.watched for line in trace.wrong_lines):
             own = [events[line.call] for events in every if line.call in events]
             agrees = own and not any(one.wrong_calls or one.is_other for one in own)
-            # Another order inside a module is none of what it returns.
-            is_order = line.only_arranges or line.is_moved
-            is_inner = own and is_order and not any(one.wrong_calls for one in own)
             module = record.module_of(line.call)
             inside = record.module_of(event) in (module, *record.around(module))
-            is_before = not agrees and (inside or record.is_input(event))
-            if is_before if event else not is_inner:
+            if not event or (not agrees and (inside or record.is_input(event))):
                 return line
         return None
 

@@ -556,8 +556,6 @@ class WrongLine:
     """Another line whose result it reads, and the other reduction that makes that right."""
     is_of_part: bool = False
     """Whether it mixes elements of a value that is right, of which this rank has only a part."""
-    only_arranges: bool = False
-    """Whether its operator only copies elements, as a concatenation does."""
     is_of_padded: bool = False
     """Whether it mixes elements of a value that is right, but has padding on this rank."""
     is_causal: bool = False

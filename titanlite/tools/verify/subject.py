@@ -103,8 +103,9 @@ class Subject:
     """The reference's name of a name in a module."""
     is_job: bool = True
     """If not, it may have other state and buffers than the reference, and no gradient is zero."""
-    _is_noise: dict[str, Tensor] = field(default_factory=dict)
-    """Parameter -> which elements of this rank's part have had no gradient but rounding error."""
+    _noise: dict[str, Tensor] = field(default_factory=dict)
+    """Parameter -> the largest gradient that each element of this rank's part has had, divided by
+    what is only rounding error."""
 
     def recorded(self, kept: Events) -> AbstractContextManager[Events]:
         """Inside, `kept` records all modules. In a job, what a plan's hooks do is the module's."""
@@ -148,7 +149,8 @@ class Subject:
     def compare_weights(self, known: Mapping[str, Tensor]) -> dict[str, Agreement]:
         """This rank's parts of the weights compared with the reference's, as in all of these."""
         own = {name: one.parameter for name, one in self.local.items()}
-        return self._compare(own, known, self._is_noise)
+        is_noise = {name: (one > 0) & (one <= 1) for name, one in self._noise.items()}
+        return self._compare(own, known, is_noise)
 
     def compare_gradients(self, known: Mapping[str, Tensor]) -> dict[str, Agreement]:
         """One that only one side has counts as differing."""
@@ -163,15 +165,13 @@ class Subject:
         return self._compare(own, known)
 
     def _find_noise(self, own: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> None:
-        """Note the elements whose gradient, in each step so far, is only rounding error."""
-        most = NOISE * math.sqrt(
-            sum(whole.double().square().sum().item() for whole in known.values())
-        )
-        for name in own.keys() & known.keys():
+        """Note how large the gradients of single elements are, beside rounding error."""
+        squares = sum(whole.double().square().sum().item() for whole in known.values())
+        for name in own.keys() & known.keys() if squares else ():
             a, b = _own(own[name]).cpu(), self.local[name].part_of(known[name], own[name]).cpu()
             if a.shape == b.shape:
-                is_small = (a.abs() <= most) & (b.abs() <= most)
-                self._is_noise[name] = is_small & self._is_noise.get(name, is_small)
+                share = torch.maximum(a.abs(), b.abs()).double() / (NOISE * math.sqrt(squares))
+                self._noise[name] = torch.maximum(self._noise.get(name, share), share)
 
     def _compare(
         self,

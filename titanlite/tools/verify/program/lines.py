@@ -324,7 +324,6 @@ class _LineSearch:
             ends = (own for other, own in self.borders.items() if other[0][:2] == (call, line))
             found.border = next(("".join(own) for own in ends if len(own) == 1), "")
             found.arranges = self._arranges(number)
-            found.only_arranges = _only_arranges(operator)
             sources, between = self._sources(self.values, number)
             found.only_here = _lines_of(self.values, between, {found.line})
             self._compare(found, number)
@@ -335,7 +334,7 @@ class _LineSearch:
             )
             # What only this code runs may be completed later, unless it says what is missing.
             if place[0] not in self.known.of and not (
-                found.numbers or found.rows or (found.is_of_part and not found.only_arranges)
+                found.numbers or found.rows or (found.is_of_part and not _only_arranges(operator))
             ):
                 continue
             found.is_of_padded = self.values.mixes[number] and any(
