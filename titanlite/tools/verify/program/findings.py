@@ -407,10 +407,8 @@ def explain_untrained(e: PartEvidence) -> Iterator[str]:
     factor, left = pooled(own)
     how = ", and at who runs it"
     if left < EXPLAINED and 1 < factor <= e.num_microbatches:
-        how = (
-            f". They change {factor:.6g} times as much as on one process, as averages do that are "
-        )
-        how += f"updated after each of {e.num_microbatches} microbatches. Do it once a step"
+        how = f". They change {factor:.6g} times as much as on one process, as averages do that "
+        how += f"are updated after each of {e.num_microbatches} microbatches. Do it once a step"
     yield (
         f"{who}, which nothing trains, {agree(who, 'differ')} after step {e.step}, {e.where(ranks)}"
         f": look at the code that sets them (averaged weights, centers, a teacher){how}"

@@ -400,9 +400,8 @@ class Judging:
             with contextlib.suppress(RankError):
                 asked = self.packed, self.folder, step, files, left
                 evidence.uses = self.pools.alone(on_rank.uses.find_uses, *asked)
-        if (any(map(evidence.failed, ("loss", "gradient"))) and traces) or evidence.failed(
-            "weight"
-        ):
+        is_before_step = any(map(evidence.failed, ("loss", "gradient"))) and traces
+        if is_before_step or evidence.failed("weight"):
             self._watch(evidence, step)
         if evidence.failed("weight"):
             saved = {run.rank: run.updates[step] for run in self.runs if step in run.updates}

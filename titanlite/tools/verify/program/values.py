@@ -154,7 +154,8 @@ class Values:
         self.exchanged |= {self._makers[t]: (line, ranks) for t in tensors if t in self._makers}
         for call in calls:
             self.groups[call].add(ranks)
-        if not calls and self.num_passes:
+        # Single numbers are counts, or a loss to print.
+        if not calls and self.num_passes and any(one.numel() > 1 for one in tensors):
             self.sent_by_loss = self.sent_by_loss or line
         # A function with a backward pass of its own computes without gradients.
         if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
