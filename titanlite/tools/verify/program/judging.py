@@ -194,7 +194,7 @@ class Judging:
                 "the gradients are each rank's own at the optimizer step, which reduces them "
                 f"itself. After it only {listed(few, 3)} {'are' if few[1:] else 'is'} wrong: "
                 + (
-                    "just those that lie on two ranks if all are laid end to end and cut into "
+                    "just those that lie on two ranks if all parameters, end to end, are cut into "
                     f"{len(self.runs)} equal parts. What the step computes of a whole parameter, "
                     "such as a norm or a trust ratio, needs both ranks' elements"
                     if wrong == _cut_evenly(self.runs[0].sizes, len(self.runs))
