@@ -151,8 +151,8 @@ MUST_NOT_IMPORT = {
 # Of these folders only the modules that run on ranks, or trace, import torch.
 WITH_TORCH = {
     "titanlite/tools/verify": (
-        *("agreement", "cells", "formulas", "inspect_model", "job_trace", "opened", "events"),
-        *("parts", "recurrence", "reload", "routing", "run", "sequences", "step_files"),
+        *("agreement", "cells", "formulas", "gloo", "inspect_model", "job_trace", "opened"),
+        *("events", "parts", "recurrence", "reload", "routing", "run", "sequences", "step_files"),
         *("contents", "perturbation", "subject", "tracing", "watching"),
     ),
     "titanlite/tools/verify/program": (

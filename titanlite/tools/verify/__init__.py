@@ -14,7 +14,7 @@ Of a job, from its command to its verdict:
 
 `program/` compares any other parallel code with its plain model. Both use
 
-    pool.py       pools of ranks that run one function after the other
+    pool.py       pools of ranks that run one function after the other, on one gloo device (gloo.py)
     subject.py    on a rank: the parameters of a job or of other code, recorded and compared
                   (agreement.py) with the record of a step (step_files.py) as plain numbers
                   (record.py)

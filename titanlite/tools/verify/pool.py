@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     Function: TypeAlias = Callable[Concatenate[World, P], R]
     """What ranks call with their World and further arguments; on_rank.py has names for some."""
 
-# A job's process groups live as long as the processes, since DTensor's caches hold its meshes. Each
-# has three gloo threads that wake up now and then: after a hundred jobs a rank is six times slower.
-CALLS_A_START = 16
+# A job's process groups live as long as the processes, since DTensor's caches hold its meshes; with
+# their threads and sockets.
+CALLS_A_START = 64
 
 
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
@@ -229,7 +229,9 @@ def must_run(what: str) -> Iterator[None]:
 
 def _serve(place: Place, connection: Connection, device_type: str) -> None:
     from titanlite.ranks.world import open_world
+    from titanlite.tools.verify.gloo import share_device
 
+    share_device()
     with open_world(place, device_type) as world:
         while True:
             try:
