@@ -119,10 +119,12 @@ Recorded = tuple[list[Event], tuple[int, int]]
 COMPARED = (0, 3)
 
 
-def run_and_record(place: Place, configs: list[JobConfig], has_peaks: bool) -> list[Recorded]:
+def run_and_record(
+    place: Place, configs: list[JobConfig], compared: tuple[int, ...], has_peaks: bool
+) -> list[Recorded]:
     """What step 2 of real jobs does, without its memory; and bounds of the peak of a step.
 
-    With peaks, only on the ranks that are compared, since recording is slow.
+    Only on the ranks that are compared, since recording is slow.
     """
     import torch
 
@@ -130,7 +132,9 @@ def run_and_record(place: Place, configs: list[JobConfig], has_peaks: bool) -> l
     from titanlite.ranks.world import open_world
     from titanlite.tools.planner.recorder import StepRecorder
     from titanlite.tools.planner.trace import axes_of_groups
+    from titanlite.tools.verify.gloo import share_device
 
+    share_device()
     # The planner's scratch memory is that of AVX-512.
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
     found = []
@@ -140,8 +144,8 @@ def run_and_record(place: Place, configs: list[JobConfig], has_peaks: bool) -> l
             torch.compiler.reset()
             job = build_job(resolve_job(config, world.size), world)
             job.step()
-            if has_peaks and world.rank not in COMPARED:
-                for _ in range(1 + PEAK_CALLS):
+            if world.rank not in compared:
+                for _ in range(1 + (PEAK_CALLS if has_peaks else 0)):
                     job.step()
                 found.append(([], (0, 0)))
                 continue
@@ -157,7 +161,7 @@ def run_and_record(place: Place, configs: list[JobConfig], has_peaks: bool) -> l
 def measure(plans: list[str]) -> dict[str, list[Recorded]]:
     """For each plan what each rank of a real run does, and its peak."""
     configs = [config_of(plan) for plan in plans]
-    of_ranks = spawn(run_and_record, 4, configs, True, timeout_seconds=1180)
+    of_ranks = spawn(run_and_record, 4, configs, COMPARED, True, timeout_seconds=1180)
     return {plan: [of[index] for of in of_ranks] for index, plan in enumerate(plans)}
 
 
@@ -244,11 +248,11 @@ NUM_RANKS, NUM_PARTS = 8, 16
 
 def check_communication(configs: dict[str, JobConfig], num_ranks: int) -> None:
     """The calls of the first, a middle and the last rank are those of the real run."""
-    jobs = list(configs.values())
-    of_ranks = spawn(run_and_record, num_ranks, jobs, False, timeout_seconds=580)
+    jobs, compared = list(configs.values()), (0, num_ranks // 2, num_ranks - 1)
+    of_ranks = spawn(run_and_record, num_ranks, jobs, compared, False, timeout_seconds=580)
     for index, (name, config) in enumerate(configs.items()):
         resolved = resolve_job(config, num_ranks)
-        for rank in {0, num_ranks // 2, num_ranks - 1}:
+        for rank in set(compared):
             trace, (events, _) = trace_rank(resolved, rank), of_ranks[rank][index]
             calls = [event for event in events if isinstance(event, Communication)]
             assert [told(c) for c in trace.communications] == [told(c) for c in calls], (name, rank)
