@@ -208,24 +208,26 @@ class Evidence:
         if found.instead:
             start = f"the first line that reads something else is {found.line}: the result of "
             return start + ", on one process that of ".join(found.instead)
+        only_here = listed(found.only_here[-MOST_LINES:])
         if found.is_moved:
-            return (
-                f"{start}: it has rows or columns of one process, but others than those that this "
-                "rank's tokens have there, or in another order"
-            )
+            how = f"{start}: it has rows or columns of one process, but others than those that "
+            how += "this rank's tokens have there, or in another order"
+            if only_here:
+                how += f". Only the parallel code puts them together, in {only_here}: what counts "
+                how += "them, such as labels, must follow that order"
+            return how
         if found.rows:
             return (
                 f"{start}: it has {found.rows} of one process, which are not this rank's. Is "
                 "it counted, or drawn, from the place of the first rank?"
             )
         if found.only_here and not found.source:
-            shown = listed(found.only_here[-MOST_LINES:])
             if found.order:
                 return (
                     f"{start}. What it reads has the elements that one process reads there, "
-                    f"{found.order}. Only the parallel code computes it, in {shown}"
+                    f"{found.order}. Only the parallel code computes it, in {only_here}"
                 )
-            return f"{start}. It reads what only the parallel code computes, in {shown}"
+            return f"{start}. It reads what only the parallel code computes, in {only_here}"
         if found.source:
             what = f"the result of {found.source}" * (found.source != found.line)
             if found.mixed is not None and "mean" in found.way + found.mixed[1]:

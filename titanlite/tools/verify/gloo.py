@@ -23,12 +23,16 @@ def share_device() -> None:
             return getattr(gloo, name)
 
     class OnSharedDevice(metaclass=Kind):
-        def __new__(cls, store: Any, rank: int, size: int, timeout: Any) -> Any:
+        def __new__(cls, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> Any:
+            options = gloo._Options()
+            if any(not hasattr(options, name) for name in others):
+                return gloo(store, rank, size, timeout, **others)
             if not devices:
                 devices.append(gloo.create_default_device())
-            options = gloo._Options()
-            options._timeout, options._devices = timeout, devices
-            options._threads = 2  # as without options
+            # Two threads are the number that it has without options.
+            own = {"_timeout": timeout, "_devices": devices, "_threads": 2}
+            for name, value in {**own, **others}.items():
+                setattr(options, name, value)
             return gloo(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]

@@ -270,12 +270,14 @@ class CodeTracer(Tracer):
 
     def _known_layout(self, call: Tensor, whole: Tensor) -> Iterator[Select]:
         """Rows in the order of another tensor of this step, and a chunk of their features."""
-        if call.ndim < 2 or whole.ndim < 2 or not call.size(-1) or whole.size(-1) % call.size(-1):
+        if not call.ndim == whole.ndim == 1 and min(call.ndim, whole.ndim) < 2:
             return
-        rows = self.layouts.get((call[..., 0].numel(), whole[..., 0].numel()))
-        count = whole.size(-1) // call.size(-1)
-        if rows is None:
+        # Of a vector, each element is a row: a number of each item, for example.
+        own, known = (t[:, None] if t.ndim == 1 else t for t in (call, whole))
+        rows = self.layouts.get((own[..., 0].numel(), known[..., 0].numel()))
+        if rows is None or not own.size(-1) or known.size(-1) % own.size(-1):
             return
+        count = known.size(-1) // own.size(-1)
         for index in self._indices(count):
             yield functools.partial(_take_rows, rows, (index, count), call.shape)
 
@@ -419,6 +421,7 @@ def _cut(cuts: Sequence[tuple[Tensor | None, int, int]], whole: Tensor) -> Tenso
 def _take_rows(rows: Tensor, feature: tuple[int, int], shape: torch.Size, whole: Tensor) -> Tensor:
     """Some rows, and a chunk (index, count) of their features, in a shape."""
     index, count = feature
+    whole = whole[:, None] if whole.ndim == 1 else whole
     return _rows_or_zero(whole.flatten(0, -2), rows).chunk(count, -1)[index].reshape(shape)
 
 

@@ -249,6 +249,10 @@ class _Measuring:
             old = load(self.folder, -self.watched)["outputs"]
             both = ((e, tracer.compare(e, kept.first[e], old[e])) for e in old.keys() & kept.first)
             trace.outdated = frozenset(e for e, one in both if one and not one[0].wrong_calls)
+        for event in kept.first:
+            if event in known["outputs"]:
+                # Notes in which order the rank has its rows.
+                tracer.compare(event, kept.first[event], known["outputs"][event])
         trace.over_parts = kept.values.over_parts()
         values, reference = kept.values, load_values(self.folder)
         found = wrong_lines(tracer, values, reference, number)
