@@ -320,6 +320,10 @@ class ModuleOutput:
     """The difference of the recomputed output from that of the forward pass."""
     is_moved: bool = False
     """Whether its rows or columns are those of the reference's output, but not in its order."""
+    rows: tuple[int, ...] = ()
+    """Which of the reference's rows, of dimension 0, these then are, if known."""
+    num_rows: int = 0
+    """How many the reference has."""
     is_cut_off: bool = False
     """Whether it requires no gradient, but the reference's does."""
     is_checkpointed: bool = False
@@ -438,6 +442,8 @@ class CodeRun(RankRun):
     """Parameter -> the number of all its elements."""
     losses: list[float | None] = field(default_factory=list)
     """What each step returned, None where a rank computes no loss."""
+    rates: list[float] = field(default_factory=list)
+    """The learning rate of each step, of the optimizer's first group."""
     parts: list[str] = field(default_factory=list)
     """A digest of this rank's part of each batch."""
     states_left: set[str] = field(default_factory=set)

@@ -98,8 +98,8 @@ def describe_parts(
         # The same factor for every part is explain_gradients' subject.
         return ""
     counts = tuple(share * weight for share, weight in zip(shares, weights, strict=True))
+    shown = [f"{weight:.4g} ({who})" for weight, who in zip(weights, parts, strict=True)]
     if all(is_near(count, counts[0], NEAR) for count in counts) and not is_near(counts[0], 0, NEAR):
-        shown = [f"{weight:.4g} ({who})" for weight, who in zip(weights, parts, strict=True)]
         return (
             f"a mean of means. Each part counts {counts[0]:.4g}, but the parts' shares of the "
             f"whole mean are {listed(shown, 4)}, since they have different numbers"
@@ -107,7 +107,6 @@ def describe_parts(
             "Divide the sum of all losses by the number of targets in the whole batch"
         )
     if name := _follow(counts, numbers):
-        shown = [f"{weight:.4g} ({who})" for weight, who in zip(weights, parts, strict=True)]
         return (
             f"each part counts in proportion to its number of elements in {name}, but the parts' "
             f"shares of the whole mean are {listed(shown, 4)}, since the loss gives targets "

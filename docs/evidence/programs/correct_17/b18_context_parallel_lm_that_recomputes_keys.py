@@ -53,7 +53,9 @@ class Layer(nn.Module):
         own = self.norm1(x)
         every = GatherStates.apply(own) if self.gather else own
         q = self.query(own).unflatten(-1, (HEADS, HEAD)).transpose(1, 2)
-        k, v = (f(every).unflatten(-1, (KV_HEADS, HEAD)).transpose(1, 2) for f in (self.key, self.value))
+        k, v = (
+            f(every).unflatten(-1, (KV_HEADS, HEAD)).transpose(1, 2) for f in (self.key, self.value)
+        )
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
         visible = positions[:, None] >= torch.arange(LENGTH)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)

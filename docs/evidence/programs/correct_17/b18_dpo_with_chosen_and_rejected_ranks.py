@@ -131,7 +131,9 @@ generator = torch.Generator().manual_seed(305)
 
 def answers(prompts, longest):
     rows, start = prompts.shape
-    text = torch.cat([prompts, torch.randint(0, VOCAB, (rows, longest), generator=generator)], dim=1)
+    text = torch.cat(
+        [prompts, torch.randint(0, VOCAB, (rows, longest), generator=generator)], dim=1
+    )
     ends = start + torch.randint(2, longest + 1, (rows, 1), generator=generator)
     places = torch.arange(text.size(1))
     labels = text.masked_fill((places < start) | (places >= ends), -1)
@@ -152,7 +154,9 @@ options = dict(
     step=step,
     split=split,
     ranks={"dp": 2, "role": 2},
-    optimizer=lambda parameters: torch.optim.RMSprop([p for p in parameters if p.requires_grad], lr=1e-3),
+    optimizer=lambda parameters: torch.optim.RMSprop(
+        [p for p in parameters if p.requires_grad], lr=1e-3
+    ),
 )
 
 if __name__ == "__main__":

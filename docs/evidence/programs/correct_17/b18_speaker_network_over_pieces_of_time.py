@@ -57,7 +57,9 @@ class AttentiveStatistics(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.scores = nn.Sequential(nn.Linear(POOLED, 6), nn.Tanh(), nn.Linear(6, POOLED, bias=False))
+        self.scores = nn.Sequential(
+            nn.Linear(POOLED, 6), nn.Tanh(), nn.Linear(6, POOLED, bias=False)
+        )
 
     def forward(self, x, mask):
         mask = mask.unsqueeze(-1)

@@ -60,7 +60,9 @@ def leave_tensor_parallel(x, group):
 
 
 def shard(parameter, dim, group):
-    return nn.Parameter(parameter.detach().chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].clone())
+    return nn.Parameter(
+        parameter.detach().chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].clone()
+    )
 
 
 class ColumnParallelLinear(nn.Module):
@@ -102,7 +104,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         y = self.enter(self.norm1(x))
-        q, k, v = (layer(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.enter(self.norm2(x)))))

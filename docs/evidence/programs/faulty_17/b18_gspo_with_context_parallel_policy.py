@@ -52,7 +52,11 @@ class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.q, self.kv, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.q, self.kv, self.o = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
 
     def forward(self, x, positions, cp_group):
@@ -86,7 +90,9 @@ class Policy(nn.Module):
 
 def group_advantages(rewards):
     groups = rewards.view(-1, GROUP)
-    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+    return (
+        (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    ).flatten()
 
 
 class Objective:

@@ -69,7 +69,9 @@ class PipelineTrainer:
         self.group = mesh.get_group("pp")
         self.index, self.stages = mesh.get_local_rank("pp"), mesh["pp"].size()
         self.model = model.keep_stage(self.index, self.stages)
-        stage = PipelineStage(self.model, self.index, self.stages, torch.device("cpu"), group=self.group)
+        stage = PipelineStage(
+            self.model, self.index, self.stages, torch.device("cpu"), group=self.group
+        )
         self.schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=self.criterion)
         self.tokens_seen = 0
 

@@ -95,7 +95,9 @@ class EnergyForceLoss:
         energy_loss = ((predicted[0] - energies) / natoms).square().mean()
         residual = torch.where(mask.unsqueeze(-1), predicted[1] - forces, 0.0)
         atoms = self.count(mask)
-        force_loss = F.huber_loss(residual, torch.zeros_like(residual), reduction="sum") / (3 * atoms)
+        force_loss = F.huber_loss(residual, torch.zeros_like(residual), reduction="sum") / (
+            3 * atoms
+        )
         return energy_loss + self.force_weight * force_loss
 
 

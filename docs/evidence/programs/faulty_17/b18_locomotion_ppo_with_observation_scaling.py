@@ -10,6 +10,8 @@ A right first sentence says: each rank updates the running observation statistic
 normalizes its inputs differently and neither as one process would with the statistics of all environments.
 """
 
+import itertools
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -53,7 +55,7 @@ class RunningMeanStd(nn.Module):
 
 def mlp(*sizes):
     layers = []
-    for i, o in zip(sizes, sizes[1:]):
+    for i, o in itertools.pairwise(sizes):
         layers += [nn.Linear(i, o), nn.ELU()]
     return nn.Sequential(*layers[:-1])
 

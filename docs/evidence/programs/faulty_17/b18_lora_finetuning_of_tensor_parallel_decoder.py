@@ -104,12 +104,19 @@ class DecoderLayer(nn.Module):
     def __init__(self):
         super().__init__()
         self.q, self.k, self.v, self.o = (Linear(WIDTH, WIDTH) for _ in range(4))
-        self.gate, self.up, self.down = Linear(WIDTH, INNER), Linear(WIDTH, INNER), Linear(INNER, WIDTH)
+        self.gate, self.up, self.down = (
+            Linear(WIDTH, INNER),
+            Linear(WIDTH, INNER),
+            Linear(INNER, WIDTH),
+        )
         self.input_norm, self.post_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
 
     def forward(self, x):
         y = self.input_norm(x)
-        q, k, v = (f(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         y = self.post_norm(x)
@@ -173,7 +180,9 @@ options = dict(
     step=step,
     split="dp",
     ranks={"dp": 2, "tp": 2},
-    optimizer=lambda parameters: torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=5e-3),
+    optimizer=lambda parameters: torch.optim.AdamW(
+        [p for p in parameters if p.requires_grad], lr=5e-3
+    ),
 )
 
 if __name__ == "__main__":

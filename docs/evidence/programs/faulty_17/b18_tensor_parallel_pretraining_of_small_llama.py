@@ -58,7 +58,9 @@ class Attention(nn.Module):
 
     def forward(self, x, table):
         b, t, _ = x.shape
-        q, k, v = (w(x).view(b, t, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).view(b, t, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
         y = F.scaled_dot_product_attention(rotate(q, table), rotate(k, table), v, is_causal=True)
         return self.wo(y.transpose(1, 2).reshape(b, t, -1))
 
@@ -112,7 +114,13 @@ def tp_plan(model):
         "output": ColwiseParallel(output_layouts=Replicate()),
     }
     for i in range(len(model.layers)):
-        for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
+        for name in (
+            "attention.wq",
+            "attention.wk",
+            "attention.wv",
+            "feed_forward.w1",
+            "feed_forward.w3",
+        ):
             plan[f"layers.{i}.{name}"] = ColwiseParallel()
         for name in ("attention.wo", "feed_forward.w2"):
             plan[f"layers.{i}.{name}"] = RowwiseParallel()
@@ -151,7 +159,9 @@ def step(built, tokens):
 
 
 generator = torch.Generator().manual_seed(2999)
-batches = [torch.randint(0, Config.vocab, (4, Config.length + 1), generator=generator) for _ in range(3)]
+batches = [
+    torch.randint(0, Config.vocab, (4, Config.length + 1), generator=generator) for _ in range(3)
+]
 
 arguments = plain, parallel
 options = dict(
@@ -160,7 +170,9 @@ options = dict(
     step=step,
     split="dp",
     ranks={"dp": 2, "tp": 2},
-    optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), foreach=False),
+    optimizer=lambda parameters: torch.optim.AdamW(
+        parameters, lr=3e-3, betas=(0.9, 0.95), foreach=False
+    ),
 )
 
 if __name__ == "__main__":

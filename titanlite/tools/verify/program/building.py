@@ -34,6 +34,12 @@ class Built:
     request: Request
     is_reference: bool
 
+    @property
+    def rate(self) -> float:
+        """The learning rate of the optimizer's first group."""
+        groups = getattr(self.optimizer, "param_groups", ())
+        return float(next((group.get("lr", 0.0) for group in groups), 0.0))
+
     def name_of(self, module: nn.Module, name: str) -> str:
         """The reference's name of a module, parameter or buffer of `module`."""
         own = unwrapped_name(module, name)

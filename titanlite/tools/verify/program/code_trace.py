@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
@@ -29,7 +30,7 @@ from titanlite.tools.verify.events import Events
 from titanlite.tools.verify.program.batches import Where
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Agreement, ModuleOutput, called_by, is_input, module_of
-from titanlite.tools.verify.tracing import Compared, Select, Tracer, in_all
+from titanlite.tools.verify.tracing import Compared, Select, Tracer, gathered, in_all
 from titanlite.tools.verify.wording import listed
 
 # No more ways to cut an output than this are tried, and no larger gradients are saved.
@@ -68,6 +69,13 @@ class CodeTracer(Tracer):
 
     def tolerance_of(self, tensor: Tensor) -> float:
         return self.tolerance
+
+    def batch_axes(self) -> tuple[str, ...]:
+        cells = gathered(self.where and self.where.cells)
+        groups = {a: dist.get_process_group_ranks(g) for a, g in self.subject.groups.items()}
+        own = [axis for axis, ranks in groups.items() if len({cells[r] for r in ranks}) > 1]
+        found = {axis for of_rank in gathered(own) for axis in of_rank}
+        return tuple(axis for axis in groups if axis in found)
 
     def weights(self) -> Mapping[str, Tensor]:
         """This rank's parts: the reference's are those after its step."""
@@ -141,6 +149,10 @@ class CodeTracer(Tracer):
         ]
         output = in_all(found, wrong)
         output.is_moved, output.elsewhere, output.is_padded = is_moved, elsewhere, is_padded
+        if is_moved and len(known) == 1:
+            both = zip(chosen, calls, strict=True)
+            rows = [row for one, call in both for row in _batch_rows(one, call, known[0])]
+            output.rows, output.num_rows = tuple(rows), len(known[0]) * (len(rows) == sum(sizes))
         if len(wrong) == len(calls) == 1 and not is_moved and calls[0].is_floating_point():
             part, most = chosen[0](known[0]), self.tolerance * known[0].abs().max().item()
             output.places = wrong_places(calls[0], part, most)
@@ -416,6 +428,15 @@ def _cut(cuts: Sequence[tuple[Tensor | None, int, int]], whole: Tensor) -> Tenso
             whole = whole.index_select(dim, numbers)
         whole = whole.chunk(count, dim)[index] if count > 1 else whole
     return whole
+
+
+def _batch_rows(select: Select, call: Tensor, whole: Tensor) -> list[int]:
+    """The rows, of dimension 0, that a selection takes; none if they could be taken for others."""
+    if call.shape[1:] != whole.shape[1:] or len(whole.flatten(1).unique(dim=0)) < len(whole):
+        return []
+    numbers = select(torch.arange(whole.numel()).view(whole.shape)) // whole[0].numel()
+    # A first token, say, may be that of several rows.
+    return list(numbers.flatten(1).mode(1).values.tolist())
 
 
 def _take_rows(rows: Tensor, feature: tuple[int, int], shape: torch.Size, whole: Tensor) -> Tensor:

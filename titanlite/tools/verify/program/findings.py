@@ -160,6 +160,14 @@ class PartEvidence(Evidence):
                     f"is that of step {step}, {rate:g}, and not {rates[self.step]:g}. Does the "
                     f"schedule {why}?"
                 )
+        own = {r.rates[self.step - 1] for r in self.runs if isinstance(r, CodeRun) and r.rates}
+        known = rates[self.step]
+        if known and len(own) == 1 and is_near(rate := own.pop(), factor * known):
+            return (
+                f"The learning rate of step {self.step} is {rate:g}, on one process {known:g}. "
+                "Look at the schedule: over how many steps of the optimizer is it laid out, and "
+                "how often does it go on?"
+            )
         return (
             f"The change of these weights is {factor:.6g} times that on one process"
             f"{f' ({factor:.6g} is {same})' if same else ''}: look at the "
@@ -338,6 +346,11 @@ def explain_cover(e: PartEvidence) -> Iterator[str]:
     parts = {run.cells[max(1, e.step) - 1] for run in e.runs if isinstance(run, CodeRun)}
     if None in parts or not parts:
         return
+    if len(parts) == 1 and (given := next(iter(parts))) and given[2] == (*range(given[0]),):
+        # Ranks that are given the whole batch take their part in the step: the model shows which.
+        own = [[o for o in t.events.values() if o.num_rows == given[0]][-1:] for t in e.traces]
+        if len(own) == len(e.runs) and all(own):
+            parts = {(given[0], given[1], one.rows, given[3]) for (one,) in own}
     counts: Counter[int] = Counter()
     num_rows = num_columns = 0
     for part in parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,38 +12,56 @@ from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.subject import Cut, LocalPart
+from titanlite.tools.verify.tracing import gathered
+from titanlite.tools.verify.wording import listed
 
 MOST_PROBLEMS = 4
 
 
 def find_parts(
     parameters: Mapping[str, nn.Parameter],
-    shapes: Mapping[str, torch.Size],
+    start: Mapping[str, Tensor],
     declared: Callable[[str], Any] | None,
     grid: Grid,
     rank: int,
+    split: Collection[str],
 ) -> dict[str, LocalPart]:
-    """The parts that this rank holds; raises ConfigError for names and shapes that do not fit."""
-    unknown = [name for name in parameters if name not in shapes]
-    if unknown:
-        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        known = next((name for name in shapes if name not in parameters), next(iter(shapes)))
-        raise ConfigError(
-            f"rename: on rank {rank} the parameter {unknown[0]}{more} has no counterpart in the "
-            f"reference, which has {known}, for instance; give rename=, a function from the "
-            "parallel code's name to the reference's"
-        )
+    """The parts of the reference's tensors that this rank holds; every rank must call this.
+
+    `start` has the reference's starting values, `split` the axes along which batches are cut.
+    Raises ConfigError for names and shapes that do not fit.
+    """
+    check_names(parameters, start, rank)
+    given = {name: declared(name) if declared is not None else None for name in parameters}
+    chunks = _chunks({n: p for n, p in parameters.items() if given[n] is None}, start, grid, rank)
+    # Of axes that fit, the one of other tensors; code seldom shards over an axis that cuts batches.
+    used = {axes[0] for _, axes in chunks.values() if len(axes) == 1}
     local: dict[str, LocalPart] = {}
     problems: list[str] = []
     for name, parameter in parameters.items():
+        shape = start[name].shape
+        cut: Cut = _whole
         try:
-            cut = _cut_of(name, parameter, shapes[name], declared, grid, rank)
-            local[name] = LocalPart(shapes[name], parameter, cut)
-            got = local[name].part_of(torch.empty(shapes[name], device="meta")).shape
+            if given[name] is not None:
+                cut = _declared(name, given[name], grid, rank)
+            elif parameter.shape != shape:
+                dim, axes = chunks.get(name, (0, []))
+                choices = axes, [a for a in axes if a in used], [a for a in axes if a not in split]
+                found = next((own for own in choices if len(own) == 1), None)
+                if found is None:
+                    why = f"{listed(axes)} fit" if axes else "no single axis explains that"
+                    raise ConfigError(
+                        f"shard: on rank {rank} {name} has shape {list(parameter.shape)}, the "
+                        f"reference's {list(shape)}, and {why}; give shard=, a function from a "
+                        "name to (dim, axis)"
+                    )
+                cut = _chunk(dim, grid.coordinates(rank)[found[0]], grid.degrees[found[0]])
+            local[name] = LocalPart(shape, parameter, cut)
+            got = local[name].part_of(torch.empty(shape, device="meta")).shape
             if got != local_part(parameter).shape:
                 raise ConfigError(
                     f"shard: on rank {rank} {name} has shape {list(local_part(parameter).shape)}, "
-                    f"but its part of the reference's {list(shapes[name])} would have shape "
+                    f"but its part of the reference's {list(shape)} would have shape "
                     f"{list(got)}; correct shard(name) or the model"
                 )
         except ConfigError as error:
@@ -55,20 +73,51 @@ def find_parts(
     return local
 
 
-def _cut_of(
-    name: str,
-    parameter: Tensor,
-    shape: torch.Size,
-    declared: Callable[[str], Any] | None,
-    grid: Grid,
-    rank: int,
-) -> Cut:
-    given = declared(name) if declared is not None else None
-    if given is not None:
-        return _declared(name, given, grid, rank)
-    if parameter.shape == shape:
-        return lambda whole: whole
-    return _inferred(name, parameter.shape, shape, grid, rank)
+def check_names(
+    parameters: Mapping[str, nn.Parameter], start: Mapping[str, Tensor], rank: int
+) -> None:
+    """Raises ConfigError if a parameter is none of the reference's."""
+    unknown = [name for name in parameters if name not in start]
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        known = next((name for name in start if name not in parameters), next(iter(start)))
+        raise ConfigError(
+            f"rename: on rank {rank} the parameter {unknown[0]}{more} has no counterpart in the "
+            f"reference, which has {known}, for instance; give rename=, a function from the "
+            "parallel code's name to the reference's"
+        )
+
+
+def _whole(whole: Tensor) -> Tensor:
+    return whole
+
+
+def _chunks(
+    parameters: Mapping[str, nn.Parameter], start: Mapping[str, Tensor], grid: Grid, rank: int
+) -> dict[str, tuple[int, list[str]]]:
+    """The dimension in which a tensor is cut, and the axes that may cut it, by name.
+
+    Of several axes with the right degree, those along which all ranks have the starting values.
+    """
+    found: dict[str, tuple[int, list[str]]] = {}
+    equal: dict[str, list[str]] = {}
+    for name, parameter in parameters.items():
+        own, whole = parameter.shape, start[name].shape
+        differing = [d for d in range(len(whole)) if len(own) == len(whole) and own[d] != whole[d]]
+        if len(differing) != 1:
+            continue
+        dim, place = differing[0], grid.coordinates(rank)
+        axes = [a for a in grid.axes_in_use if own[dim] * grid.degrees[a] == whole[dim]]
+        found[name] = dim, axes
+        if len(axes) > 1 and not parameter.is_meta:
+            values = parameter.detach().to(start[name])
+            chunks = {a: start[name].chunk(grid.degrees[a], dim)[place[a]] for a in axes}
+            equal[name] = [axis for axis, chunk in chunks.items() if torch.equal(values, chunk)]
+    everyone = gathered(equal)
+    for name, (dim, axes) in found.items():
+        same = [a for a in axes if all(a in of_rank.get(name, axes) for of_rank in everyone)]
+        found[name] = dim, same or axes
+    return found
 
 
 def _declared(name: str, given: Any, grid: Grid, rank: int) -> Cut:
@@ -111,18 +160,3 @@ def _chunk(dim: int, index: int, count: int) -> Cut:
         return whole.chunk(count, dim)[index]
 
     return cut
-
-
-def _inferred(name: str, own: torch.Size, whole: torch.Size, grid: Grid, rank: int) -> Cut:
-    """The chunk along the only axis whose degree is the quotient of the two shapes."""
-    differing = [d for d in range(len(whole)) if len(own) == len(whole) and own[d] != whole[d]]
-    if len(differing) == 1:
-        dim = differing[0]
-        fitting = [a for a in grid.axes_in_use if own[dim] * grid.degrees[a] == whole[dim]]
-        if len(fitting) == 1:
-            axis = fitting[0]
-            return _chunk(dim, grid.coordinates(rank)[axis], grid.degrees[axis])
-    raise ConfigError(
-        f"shard: on rank {rank} {name} has shape {list(own)}, the reference's {list(whole)}, and "
-        "no single axis explains that; give shard=, a function from a name to (dim, axis)"
-    )

@@ -36,7 +36,7 @@ from titanlite.tools.verify.program.code_trace import (
     save_part,
 )
 from titanlite.tools.verify.program.lines import wrong_lines
-from titanlite.tools.verify.program.local_parts import find_parts
+from titanlite.tools.verify.program.local_parts import check_names, find_parts
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.saved import watching_saved
 from titanlite.tools.verify.program.step_trace import watch_step
@@ -144,11 +144,12 @@ class _Measuring:
         world.set_timeout(self.request.timeout_seconds / 2, "timeout_seconds / 2")
         start = load(self.folder, 0)["weights"]
         self._check_flat(built)
-        shapes = {name: whole.shape for name, whole in start.items()}
         with built.parameters(writes=request.copy_weights) as parameters:
-            self._check_names(parameters, shapes)
+            self._check_names(parameters, start)
             parameters = {n: p for n, p in parameters.items() if not request.leaves_out(n)}
-            local = find_parts(parameters, shapes, request.shard, self.grid, world.rank)
+            axes = {request.split} if isinstance(request.split, str) else request.split
+            split = () if axes is None or callable(axes) else axes
+            local = find_parts(parameters, start, request.shard, self.grid, world.rank, split)
             if request.copy_weights:
                 self._copy(local, start)
         subject = self._subject(built, local, mesh)
@@ -201,6 +202,7 @@ class _Measuring:
             number = len(watch.traffic().sent) if watch else 0
             with watch.seeing() if watch else nullcontext():
                 found.norm = built.clip()
+                run.rates.append(built.rate)
                 built.optimizer.step()
             if watch:
                 run.traffic = replace(watch.traffic(), part=digest, num_of_gradients=number)
@@ -319,23 +321,21 @@ class _Measuring:
             )
 
     def _check_names(
-        self, parameters: Mapping[str, nn.Parameter], shapes: Mapping[str, torch.Size]
+        self, parameters: Mapping[str, nn.Parameter], start: Mapping[str, Tensor]
     ) -> None:
         """Raises ConfigError, on every rank, if no rank holds a parameter of the reference."""
         names = {name for of_rank in gathered(list(parameters)) for name in of_rank}
         leaves_out = self.request.leaves_out
-        if unknown := [n for n in parameters if n not in shapes and not leaves_out(n)]:
-            find_parts(
-                {n: parameters[n] for n in unknown}, shapes, None, self.grid, self.world.rank
-            )
+        own = {name: p for name, p in parameters.items() if not leaves_out(name)}
+        check_names(own, start, self.world.rank)
         missing = [
-            name for name in shapes if not names & self._aliases(name) and not leaves_out(name)
+            name for name in start if not names & self._aliases(name) and not leaves_out(name)
         ]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            what = f"the parameter {missing[0]}{more} of the reference, which has {len(shapes)}"
+            what = f"the parameter {missing[0]}{more} of the reference, which has {len(start)}"
             layers = {one[0] if (one := NUMBERED.match(name)) else "" for name in missing}
-            if missing == [n for n in shapes if n.startswith(tuple(f"{x}." for x in layers if x))]:
+            if missing == [n for n in start if n.startswith(tuple(f"{x}." for x in layers if x))]:
                 what = f"{listed(sorted(layers), 4)} of the reference: left out of every stage, "
                 what += "and not trained"
             raise ConfigError(

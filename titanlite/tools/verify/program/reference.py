@@ -96,8 +96,7 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
         own = [p.grad for p in model.parameters() if p.grad is not None]
         norm = sum((dense(g).double() ** 2).sum().item() for g in own) ** 0.5
         gradients = subject.whole_gradients()
-        clipped, groups = built.clip(), getattr(built.optimizer, "param_groups", ())
-        rate = next((group.get("lr", 0.0) for group in groups), 0.0)
+        clipped, rate = built.clip(), built.rate
         with watched(model, "the optimizer") if step == 1 else nullcontext(()) as by_optimizer:
             built.optimizer.step()
         after = fingerprint(local)
@@ -130,7 +129,7 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
                 evaluating=frozenset(kept.evaluating),
             )
         record.trace.num_left_out = num_left_out
-        record.steps.append(ReferenceStep(loss, clipped if request.clip else norm, float(rate)))
+        record.steps.append(ReferenceStep(loss, clipped if request.clip else norm, rate))
         built.optimizer.zero_grad(set_to_none=True)
     return record
 
