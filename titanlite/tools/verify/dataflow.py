@@ -411,10 +411,8 @@ def _of_buffers(e: Evidence, module: str) -> Iterator[str]:
             look = "ranks hold different values, so broadcast it, or draw it with one seed"
             steps = ((r.rank, s.buffers.get(one.name)) for r in e.runs for s in r.steps)
             if len({(rank, buffer.digest) for rank, buffer in steps if buffer}) > len(buffers):
-                look = (
-                    "each step changes it, and ranks hold different values: what it keeps of the "
-                )
-                look += "batch must reach all ranks that read it, so reduce its statistics"
+                look = "each step changes it, and ranks hold different values. What it keeps of "
+                look += "the batch must reach all ranks that read it, so reduce its statistics"
         yield f"its buffer {one.name} {how}, unlike on one process: {look}"
 
 

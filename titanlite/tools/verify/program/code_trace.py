@@ -56,7 +56,8 @@ class CodeTracer(Tracer):
     """Number of microbatches -> how many of the rank's rows each of them has."""
     layouts: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
     """Numbers of rows, the rank's and all -> which of all rows a tensor had, which others may."""
-
+    orders: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
+    """The same, of what modules receive and return, in a step whose lines are watched."""
     features: Tensor | None = field(default=None, kw_only=True)
     """Which features of the reference's the output that is compared has, if declared."""
 
@@ -282,16 +283,24 @@ class CodeTracer(Tracer):
 
     def _known_layout(self, call: Tensor, whole: Tensor) -> Iterator[Select]:
         """Rows in the order of another tensor of this step, and a chunk of their features."""
-        if not call.ndim == whole.ndim == 1 and min(call.ndim, whole.ndim) < 2:
+        if call.ndim < 2 or whole.ndim < 2 or not call.size(-1) or whole.size(-1) % call.size(-1):
             return
-        # Of a vector, each element is a row: a number of each item, for example.
-        own, known = (t[:, None] if t.ndim == 1 else t for t in (call, whole))
-        rows = self.layouts.get((own[..., 0].numel(), known[..., 0].numel()))
-        if rows is None or not own.size(-1) or known.size(-1) % own.size(-1):
+        rows = self.layouts.get((call[..., 0].numel(), whole[..., 0].numel()))
+        count = whole.size(-1) // call.size(-1)
+        if rows is None:
             return
-        count = known.size(-1) // own.size(-1)
         for index in self._indices(count):
             yield functools.partial(_take_rows, rows, (index, count), call.shape)
+
+    def in_known_order(self, own: Tensor, whole: Tensor) -> bool:
+        """Whether a tensor, such as a vector, has its rows in the order of a module's."""
+        if own.ndim != whole.ndim or own.shape[1:] != whole.shape[1:]:
+            return False
+        rows = self.orders.get((len(own), len(whole)))
+        if rows is None:
+            return False
+        part = _rows_or_zero(whole.flatten(1) if whole.ndim > 1 else whole[:, None], rows)
+        return agreement(own, part.view(own.shape), whole).difference <= self.tolerance
 
     def _tokens(self, whole: Tensor, share: tuple[int, int]) -> Tensor | None:
         """The numbers [rows, columns] of this rank's tokens among all rows of `whole`."""
@@ -442,7 +451,6 @@ def _batch_rows(select: Select, call: Tensor, whole: Tensor) -> list[int]:
 def _take_rows(rows: Tensor, feature: tuple[int, int], shape: torch.Size, whole: Tensor) -> Tensor:
     """Some rows, and a chunk (index, count) of their features, in a shape."""
     index, count = feature
-    whole = whole[:, None] if whole.ndim == 1 else whole
     return _rows_or_zero(whole.flatten(0, -2), rows).chunk(count, -1)[index].reshape(shape)
 
 

@@ -24,7 +24,7 @@ from titanlite.tools.verify.evidence import EXPLAINED, WRONG
 from titanlite.tools.verify.program.call_contents import ARRANGE
 from titanlite.tools.verify.program.code_trace import CodeTracer
 from titanlite.tools.verify.program.values import RANDOM, Place, Values
-from titanlite.tools.verify.record import WrongLine
+from titanlite.tools.verify.record import WrongLine, operator_of
 from titanlite.tools.verify.tracing import gathered, sum_over_axes
 
 # No more values are reduced.
@@ -167,6 +167,8 @@ def _state(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int
     if own.ndim == whole.ndim + 1 and own.is_floating_point():
         return "wrong"
     is_moved = tracer.finds_moved(own, whole, share)
+    if is_moved is False:
+        is_moved = tracer.in_known_order(own, whole)
     if is_moved is None:
         return None
     if is_moved:
@@ -300,7 +302,7 @@ class _LineSearch:
 
         What depends on no data comes last: a rank may count from 0 what is counted on from there.
         """
-        harmless, free = self._harmless(), self.values.is_free
+        harmless, free, joined = self._harmless(), self.values.is_free, self._joined()
         numbers = sorted(range(len(free)), key=free.__getitem__)
         for number, place in ((number, self.values.places[number]) for number in numbers):
             (call, line, operator), state = place[0], self.states.get(place)
@@ -311,6 +313,8 @@ class _LineSearch:
                 read = self.values.places[here], self.known.places[there]
                 yield WrongLine(call, line, instead=tuple(key[1] for key, _ in read))
             if place not in self.wrong or place in self.shares or harmless[number]:
+                continue
+            if number in joined:
                 continue
             if (state == "chosen" or self._reshapes(number)) and any(
                 other[0][:2] == (call, line) and other not in self.shares and not harmless[n]
@@ -407,6 +411,24 @@ class _LineSearch:
             is_right = place in known and place not in self.wrong
             harmless[number] = is_right or (bool(after) and all(harmless[r] for r in after))
         return harmless
+
+    def _joined(self) -> set[int]:
+        """Values in another order, as is right: a line of both sides joins the rank's own parts, of
+        several tensors, and what is computed from that row by row.
+        """
+        found = set[int]()
+        for number, own in enumerate(self.values.sources):
+            key = self.values.places[number][0]
+            if self.states.get(self.values.places[number]) not in ("moved", "chosen"):
+                continue
+            is_right = all(
+                source in found or self.states.get(self.values.places[source]) in RIGHT
+                for source in own
+            )
+            joins = operator_of(key) in ("cat", "stack") and key in self.known.of
+            if is_right and (joins or any(source in found for source in own)):
+                found.add(number)
+        return found
 
     def _compare(self, found: WrongLine, number: int) -> None:
         """What the wrong line is given, and reads, on one process, if that is something else."""

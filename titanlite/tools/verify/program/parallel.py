@@ -255,6 +255,7 @@ class _Measuring:
             if event in known["outputs"]:
                 # Notes in which order the rank has its rows.
                 tracer.compare(event, kept.first[event], known["outputs"][event])
+        tracer.orders, tracer.layouts = tracer.layouts, {}
         trace.over_parts = kept.values.over_parts()
         values, reference = kept.values, load_values(self.folder)
         found = wrong_lines(tracer, values, reference, number)
