@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
+from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.subject import Cut, LocalPart
 from titanlite.tools.verify.tracing import gathered
 from titanlite.tools.verify.wording import listed
@@ -21,17 +22,19 @@ MOST_PROBLEMS = 4
 def find_parts(
     parameters: Mapping[str, nn.Parameter],
     start: Mapping[str, Tensor],
-    declared: Callable[[str], Any] | None,
+    request: Request,
     grid: Grid,
     rank: int,
-    split: Collection[str],
 ) -> dict[str, LocalPart]:
     """The parts of the reference's tensors that this rank holds; every rank must call this.
 
-    `start` has the reference's starting values, `split` the axes along which batches are cut.
-    Raises ConfigError for names and shapes that do not fit.
+    `start` has the reference's starting values. Raises ConfigError for names and shapes that do not
+    fit.
     """
     check_names(parameters, start, rank)
+    declared, split = request.shard, request.split
+    given_axes = {split} if isinstance(split, str) else split
+    split_axes: Collection[str] = () if given_axes is None or callable(given_axes) else given_axes
     given = {name: declared(name) if declared is not None else None for name in parameters}
     chunks = _chunks({n: p for n, p in parameters.items() if given[n] is None}, start, grid, rank)
     # Of axes that fit, the one of other tensors; code seldom shards over an axis that cuts batches.
@@ -46,7 +49,11 @@ def find_parts(
                 cut = _declared(name, given[name], grid, rank)
             elif parameter.shape != shape:
                 dim, axes = chunks.get(name, (0, []))
-                choices = axes, [a for a in axes if a in used], [a for a in axes if a not in split]
+                choices = (
+                    axes,
+                    [a for a in axes if a in used],
+                    [a for a in axes if a not in split_axes],
+                )
                 found = next((own for own in choices if len(own) == 1), None)
                 if found is None:
                     why = f"{listed(axes)} fit" if axes else "no single axis explains that"

@@ -147,9 +147,7 @@ class _Measuring:
         with built.parameters(writes=request.copy_weights) as parameters:
             self._check_names(parameters, start)
             parameters = {n: p for n, p in parameters.items() if not request.leaves_out(n)}
-            axes = {request.split} if isinstance(request.split, str) else request.split
-            split = () if axes is None or callable(axes) else axes
-            local = find_parts(parameters, start, request.shard, self.grid, world.rank, split)
+            local = find_parts(parameters, start, request, self.grid, world.rank)
             if request.copy_weights:
                 self._copy(local, start)
         subject = self._subject(built, local, mesh)
