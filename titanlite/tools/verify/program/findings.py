@@ -160,11 +160,12 @@ class PartEvidence(Evidence):
                     f"is that of step {step}, {rate:g}, and not {rates[self.step]:g}. Does the "
                     f"schedule {why}?"
                 )
-        own = {r.rates[self.step - 1] for r in self.runs if isinstance(r, CodeRun) and r.rates}
-        known = rates[self.step]
+        step = self.step
+        runs = (run for run in self.runs if isinstance(run, CodeRun) and len(run.rates) >= step)
+        own, known = {run.rates[step - 1] for run in runs}, rates[step]
         if known and len(own) == 1 and is_near(rate := own.pop(), factor * known):
             return (
-                f"The learning rate of step {self.step} is {rate:g}, on one process {known:g}. "
+                f"The learning rate of step {step} is {rate:g}, on one process {known:g}. "
                 "Look at the schedule: over how many steps of the optimizer is it laid out, and "
                 "how often does it go on?"
             )
