@@ -11,8 +11,8 @@ from titanlite.tools.verify.pool import RankPool
 
 def num_threads() -> int:
     """All threads but those in which a group runs its collectives."""
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return len(names) - names.count("pt_gloo_runloop")
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum(name != "pt_gloo_runloop\n" for name in names)
 
 
 def sums_and_threads(world: World) -> tuple[list[float], int]:
