@@ -443,8 +443,8 @@ def _batch_rows(select: Select, call: Tensor, whole: Tensor) -> list[int]:
     """The rows, of dimension 0, that a selection takes; none if they could be taken for others."""
     if call.shape[1:] != whole.shape[1:] or len(whole.flatten(1).unique(dim=0)) < len(whole):
         return []
-    numbers = select(torch.arange(whole.numel()).view(whole.shape)) // whole[0].numel()
-    # A first token, say, may be that of several rows.
+    numbers = (select(torch.arange(1, whole.numel() + 1).view(whole.shape)) - 1) // whole[0].numel()
+    # A first token, say, may be that of several rows. Padding, which is 0, becomes row -1: none.
     return list(numbers.flatten(1).mode(1).values.tolist())
 
 
