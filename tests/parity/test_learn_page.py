@@ -3,9 +3,11 @@
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from titanlite.tools.learn.command import show_number
 from titanlite.tools.learn.curves import PICTURES
@@ -30,6 +32,29 @@ def cells_of(name):
     return [cell.strip() for cell in row.strip("|").split(" | ")]
 
 
+def own_formula(name, found):
+    """The roofline's row count for this machine, whose memory may be faster or slower beside its
+    arithmetic than that of the CPU whose file the formula takes."""
+    if name != "roofline":
+        return found.formula
+
+    def seconds(work):
+        times = []
+        for _ in range(8):
+            start = time.thread_time()
+            work()
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    weights, square = torch.randn(4096, 4096), torch.randn(1024, 1024)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    flops_per_second = 2 * 1024**3 / seconds(lambda: square @ square)
+    bytes_per_second = weights.nbytes / seconds(weights.sum)
+    torch.set_num_threads(threads)
+    return 4 * flops_per_second / (2 * bytes_per_second)
+
+
 @pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOPICS)
@@ -40,7 +65,7 @@ def test_numbers_are_those_of_the_table(name, numbers):
     assert simulated == show_number(found.simulated)
     if name in TOLERANCES:
         assert found.simulated == pytest.approx(found.formula, rel=0.1)
-        assert found.measured == pytest.approx(found.formula, rel=TOLERANCES[name])
+        assert found.measured == pytest.approx(own_formula(name, found), rel=TOLERANCES[name])
     else:
         assert measured == show_number(found.measured)
         assert found.measured == pytest.approx(found.simulated, rel=1e-9)
