@@ -147,25 +147,26 @@ class PartEvidence(Evidence):
         if is_near(factor, 1.0):
             return ""
         same = self._same(factor)
-        rates = [one.lr for one in self.reference]
+        rates, now = [one.lr for one in self.reference], self.step
+        runs = (run for run in self.runs if isinstance(run, CodeRun) and len(run.rates) >= now)
+        own = {run.rates[now - 1] for run in runs}
         for step, rate in enumerate(rates[1:], 1):
-            if rate and step != self.step and is_near(rate, factor * rates[self.step]):
+            # A rate that equals a later one by chance is no schedule that is ahead.
+            is_known = step < now or not own or any(is_near(one, rate) for one in own)
+            if rate and step != now and is_known and is_near(rate, factor * rates[now]):
                 why = "set the rate of another optimizer's groups"
-                if step > self.step:
+                if step > now:
                     why = (
                         "go on more than once for each step of the optimizer, as once for each rank"
                     )
                 return (
                     f"They change {factor:.6g} times as much as on one process: the learning rate "
-                    f"is that of step {step}, {rate:g}, and not {rates[self.step]:g}. Does the "
+                    f"is that of step {step}, {rate:g}, and not {rates[now]:g}. Does the "
                     f"schedule {why}?"
                 )
-        step = self.step
-        runs = (run for run in self.runs if isinstance(run, CodeRun) and len(run.rates) >= step)
-        own, known = {run.rates[step - 1] for run in runs}, rates[step]
-        if known and len(own) == 1 and is_near(rate := own.pop(), factor * known):
+        if (known := rates[now]) and len(own) == 1 and is_near(rate := own.pop(), factor * known):
             return (
-                f"The learning rate of step {step} is {rate:g}, on one process {known:g}. "
+                f"The learning rate of step {now} is {rate:g}, on one process {known:g}. "
                 "Look at the schedule: over how many steps of the optimizer is it laid out, and "
                 "how often does it go on?"
             )
