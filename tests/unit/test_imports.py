@@ -156,8 +156,8 @@ WITH_TORCH = {
         *("contents", "perturbation", "subject", "tracing", "watching"),
     ),
     "titanlite/tools/verify/program": (
-        *("batches", "building", "code_trace", "lines", "local_parts", "parallel", "reference"),
-        *("saved", "step_trace", "uses", "values", "weights"),
+        *("batches", "building", "code_trace", "gradient_modes", "lines", "local_parts"),
+        *("parallel", "reference", "saved", "step_trace", "through", "uses", "values", "weights"),
     ),
 }
 PLANNED_WITHOUT_TORCH = (

@@ -214,7 +214,8 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
             "or normalized at another place than there, as before a module instead of after it"
         )
     yield from _where(e, {rank: output.places for rank, output in outputs.items()})
-    yield from _at_border(outputs)
+    if not e.completed:
+        yield from _at_border(outputs)
     if shape := next((output.shape for output in outputs.values() if output.shape), ""):
         what = "the layout in which it is given" if is_input(first) else "its output layout"
         yield f"its local shape is {shape}: correct {what}"
@@ -600,10 +601,12 @@ def _any(e: Evidence, event: str, has: Callable[[ModuleOutput], bool]) -> bool:
     return any(event in trace.events and has(trace.events[event]) for trace in e.traces)
 
 
-def explain_backward(e: Evidence) -> Iterator[str]:
-    """The first tensor in backward order whose gradient differs."""
+def _first_backward(e: Evidence) -> tuple[str, list[str], dict[str, str]] | None:
+    """The first tensor in backward order with a wrong gradient, all of these, and the axis over
+    which those are Partial that are.
+    """
     if not e.failed("gradient"):
-        return
+        return None
     known = [event for event in e.events if _any(e, event, lambda o: o.gradient is not None)]
     wrong = [one for one in known if any(_has_wrong_gradient(e, t, one) for t in e.traces)]
     # Partial gradients may be intended, until one is neither right nor a Partial. Where the loss
@@ -613,14 +616,36 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     wrong = [event for event in wrong if event not in cut]
     partial = {event: axis for event, axis in partial.items() if event not in cut}
     if not wrong:
-        return
+        return None
     rest = [event for event in wrong if event not in partial]
     # One factor of all gradients comes from how they are reduced.
     if not rest and _is_one_factor(e):
-        return
+        return None
     last = (rest or wrong)[-1 if rest else 0]
     if not rest and not e.following.get(wrong[-1]):
         last = wrong[-1]
+    return last, wrong, partial
+
+
+def unexplained_backward(e: Evidence) -> tuple[str, list[str]] | None:
+    """The first tensor in backward order with a wrong gradient, and what is computed from it, if
+    neither is Partial and the two are no multiples of each other.
+    """
+    if (first := _first_backward(e)) is None:
+        return None
+    last, _, partial = first
+    own = [t.events[last].gradient for t in e.traces if _has_wrong_gradient(e, t, last)]
+    _, left = pooled([one for one in own if one is not None])
+    if partial.keys() & {last, *e.following.get(last, ())} or left < EXPLAINED:
+        return None
+    return last, _next_compared(e, last)
+
+
+def explain_backward(e: Evidence) -> Iterator[str]:
+    """The first tensor in backward order whose gradient differs."""
+    if (found_first := _first_backward(e)) is None:
+        return
+    last, wrong, partial = found_first
     found = {
         trace.rank: own
         for trace in e.traces
@@ -631,14 +656,18 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     from_partial = [other for other in following if other in partial]
     after = _next_compared(e, last)
     shown = listed([describe_event(reader) for reader in from_partial or after], 3)
-    start = f"in the backward pass, the gradient of {describe_event(last)} is the first that "
+    unseen, start = (
+        "",
+        f"in the backward pass, the gradient of {describe_event(last)} is the first that ",
+    )
     start += f"differs, {where}"
     if not following:
         place = "The loss reads it, so the backward pass of the loss itself is wrong"
         if last in partial:
             place += f": its sum over {partial[last]} is correct, so it is still Partial. "
             place += f"All-reduce it over {partial[last]} in that backward pass"
-        place += _unseen(e, "") or (_sent_by_loss(e, last) if last not in partial else "")
+        unseen, is_named = _unseen(e, ""), last in partial or e.returned
+        place += unseen or ("" if is_named else _sent_by_loss(e, last))
     elif from_partial:
         axis = partial[from_partial[0]]
         place = (
@@ -672,8 +701,10 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         place = "The code that reads it returns a wrong gradient"
     how = _of_gradient(e, last, found)
     how += _summed_again(e, after, found) if after and not partial else ""
-    lines = e.lines_before(last, list(found), is_backward=True)
-    yield ". ".join(filter(None, [start, place, how, f"The code there{lines}" if lines else ""]))
+    returned = "" if unseen else e.returned
+    lines = "" if returned else e.lines_before(last, list(found), is_backward=True)
+    code = returned or (f"The code there{lines}" if lines else "")
+    yield ". ".join(filter(None, [start, place, how, code]))
 
 
 def _has_wrong_gradient(e: Evidence, trace: RankTrace, event: str) -> bool:

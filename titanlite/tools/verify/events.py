@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import re
 import sys
 from collections import Counter, defaultdict
@@ -21,8 +22,10 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _compile, nn
+from torch._dynamo import eval_frame
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.autograd import graph
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining import stage
 from torch.distributed.tensor import DTensor
@@ -31,9 +34,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement, is_pending
-from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
+from titanlite.tools.verify.caller_lines import FOREIGN, PACKAGE, line_of_caller
 from titanlite.tools.verify.program.values import COMMUNICATION, Values
 from titanlite.tools.verify.record import first_call, is_input, module_of, name_call, name_input
+
+# The code through which an operator calls a mode.
+OF_MODES = (f"{PACKAGE}{os.sep}", eval_frame.__file__, _compile.__file__)
 
 
 class Events:
@@ -70,7 +76,8 @@ class Events:
         """The lines of the caller's code that ran just before a tensor, or its gradient."""
         self.exchanged: set[str] = set()
         """What has a gradient for which the backward pass called a collective."""
-        self.has_exchanged = False
+        self.cleared: dict[str, set[str]] = {}
+        """A line that clears gradients to which this step has added -> of which parameters."""
         self.checkpointed: set[str] = set()
         """What is computed inside a reentrant checkpoint."""
         self.overwritten: set[str] = set()
@@ -82,6 +89,8 @@ class Events:
         self._calls: list[str] = []
         self._is_left_out = False
         self._is_own = False
+        # Whether it calls one on the way to the next tensor, and a gradient has just arrived.
+        self._has_exchanged = self._has_arrived = False
         self._now: dict[str, None] = {}
 
     def enter(
@@ -158,6 +167,11 @@ class Events:
                 self.flow[call] |= dict.fromkeys(self._without_gradient.get(call, ()))
 
     @property
+    def call(self) -> str:
+        """The innermost call of a module that is running; "" for none."""
+        return self._calls[-1] if self._calls else ""
+
+    @property
     def idle(self) -> tuple[str, ...]:
         """The watched modules that never ran."""
         return tuple(name for name, number in self.num_runs.items() if not number)
@@ -220,9 +234,9 @@ class Events:
         def keep_gradient(gradient: Tensor) -> None:
             with self.own_code():
                 self.arrived.add(event)
-                if self.has_exchanged:
+                if self._has_exchanged:
                     self.exchanged.add(event)
-                    self.has_exchanged = False
+                self._has_arrived = True
                 is_there = now.untyped_storage().nbytes() or not now.numel()
                 if is_there and not torch.equal(now.cpu(), self.first[event][place]):
                     self.overwritten.add(event)
@@ -270,10 +284,17 @@ class Events:
             self._now[line] = None
         return line
 
+    def pass_back(self, exchanges: bool) -> None:
+        """Note an operator of the backward pass, and whether it sends or receives."""
+        # Hooks of one tensor, which several modules may return, follow each other.
+        is_next = self._has_arrived and not self._is_own
+        self._has_exchanged = exchanges or (self._has_exchanged and not is_next)
+        self._has_arrived = self._has_arrived and not is_next
+
     def begin(self, kind: str, group: Any, inputs: Sequence[Tensor], whole_bytes: int) -> int:
         """Note a call of a collective or message."""
         if torch._C._current_graph_task_id() != -1:
-            self.has_exchanged = True
+            self.pass_back(True)
         else:
             # Ranks that deal out their rows need not have the same.
             self.values.note_group(self._calls, None if kind == "all_to_all" else group, inputs)
@@ -298,8 +319,16 @@ class Events:
 
 
 def _is_again() -> bool:
-    """Whether a backward pass computes again what the forward pass did."""
-    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+    """Whether a backward pass computes again what the forward pass did.
+
+    With `create_graph` gradients are computed with gradients, too, but by no code in Python.
+    """
+    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+        return False
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(OF_MODES):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_filename != graph.__file__
 
 
 class OperatorWatch(TorchDispatchMode):
@@ -316,8 +345,8 @@ class OperatorWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         line = self.kept.note_line(self.foreign)
         result = func(*args, **(kwargs or {}))
-        if func.namespace in COMMUNICATION and torch._C._current_graph_task_id() != -1:
-            self.kept.has_exchanged = True
+        if torch._C._current_graph_task_id() != -1:
+            self.kept.pass_back(func.namespace in COMMUNICATION)
         if line and self.keeps_values:
             result = self.kept.note_value(line, func, (args, kwargs), result)
         elif self.keeps_values and _is_again():

@@ -55,6 +55,11 @@ class Evidence:
     in a sentence.
     """
 
+    returned: str = ""
+    """What has to be done with the part of the first wrong gradient that comes back through a line
+    for it to be right, in a sentence.
+    """
+
     evaluates: bool = False
     """Whether the traces are of a validation, not of a step."""
     later: int | None = None
@@ -173,8 +178,10 @@ class Evidence:
     def first_wrong_line(self, event: str = "") -> str:
         """The first line whose result is wrong, in a sentence; "" if none is known."""
         found = self.wrong_line(event)
-        if found is None:
-            return ""
+        return "" if found is None else self.describe_line(found)
+
+    def describe_line(self, found: record.WrongLine) -> str:
+        """A line whose result is wrong, in a sentence."""
         parts = [self._wrong_line(found)]
         if found.border:
             parts.append(f"It differs only {beyond(found.border)}")
@@ -239,6 +246,11 @@ class Evidence:
                     "them"
                 )
             how = ". Reduce it before it is used"
+            if found.summed_by:
+                how = f", but {found.summed_by} sums it with that to which it is added, which each "
+                how += (
+                    "rank has whole: that counts once for each rank. Reduce it before it is added"
+                )
             if found.too_narrow:
                 how = ", but {} reduces it over {} alone".format(*found.too_narrow)
             return (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titanlite.tools.verify import inspect_model, job_trace, reload, run  # noqa: F401
-    from titanlite.tools.verify.program import parallel, reference, uses, weights  # noqa: F401
+    from titanlite.tools.verify.program import parallel, reference, through, uses, weights  # noqa: F401
 
 
 class _Names:
@@ -22,6 +22,6 @@ class _Names:
 def __getattr__(module: str) -> Any:
     if module in ("inspect_model", "job_trace", "reload", "run"):
         return _Names(module)
-    if module in ("parallel", "reference", "uses", "weights"):
+    if module in ("parallel", "reference", "through", "uses", "weights"):
         return _Names(f"program.{module}")
     raise AttributeError(module)

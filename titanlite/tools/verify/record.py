@@ -405,6 +405,8 @@ class RankTrace:
     autograd."""
     sent_by_loss: str = ""
     """The first line outside modules, after a forward pass began, that exchanges something."""
+    sent_from: dict[str, str] = field(default_factory=dict)
+    """A line -> the other line that sends what it computes."""
     exchanged: frozenset[str] = frozenset()
     """What has a gradient for which the backward pass called a collective."""
     without_gradient: tuple[str, ...] = ()
@@ -419,6 +421,10 @@ class RankTrace:
     """Call of a module -> an operator in it that one process alone runs, and its line."""
     added: dict[str, tuple[str, str]] = field(default_factory=dict)
     """The same for one that only this rank runs."""
+    cleared: dict[str, frozenset[str]] = field(default_factory=dict)
+    """A line that clears gradients to which this step has added -> of which parameters."""
+    step_lines: tuple[WrongLine, ...] = ()
+    """The first lines of the optimizer's step whose results are wrong."""
     drawn: tuple[str, ...] = ()
     """The lines of the optimizer's step that draw random numbers."""
     own_norm: tuple[str, ...] = ()
@@ -430,6 +436,19 @@ class RankTrace:
     def modules(self) -> dict[str, ModuleOutput]:
         """What modules return."""
         return {event: one for event, one in self.events.items() if not is_input(event)}
+
+
+class Through(NamedTuple):
+    """What comes back to a tensor through one line of a rank's code, of other code."""
+
+    call: str
+    line: str
+    digest: str
+    """Of what the line computes, equal on ranks that have the same."""
+    scales: tuple[Fit | None, ...]
+    """Of each microbatch, the right gradient as a sum of what comes back otherwise, and of this."""
+    sums: dict[str, Fit | None]
+    """Axis -> it as a multiple of both, if this is summed over the axis."""
 
 
 @dataclass
@@ -464,6 +483,8 @@ class CodeRun(RankRun):
     """Starting weights with the elements of the reference's, in another order."""
     in_other_order: tuple[str, ...] = ()
     """Starting weights that differ, but have rows of the reference's, in another order."""
+    options: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parameter -> what the optimizer has otherwise for it then, in words."""
     updates: dict[int, str] = field(default_factory=dict)
     """The step in which some rank's weights differ -> the file with this rank's parts of them."""
 
@@ -558,6 +579,8 @@ class WrongLine:
     """Which, such as "the sum over tp"."""
     too_narrow: tuple[str, ...] = ()
     """The line that reduces that result, and over which axis, if `way` needs another, too."""
+    summed_by: str = ""
+    """The line that sums it over ranks with that to which it is added, which each has whole."""
     mixed: tuple[str, str] | None = None
     """Another line whose result it reads, and the other reduction that makes that right."""
     is_of_part: bool = False

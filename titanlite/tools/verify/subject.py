@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,6 +129,18 @@ class Subject:
             for key, value in self.optimizer.state.get(one.parameter, {}).items()
             if isinstance(value, Tensor)
         }
+
+    def options(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer's groups say of each parameter, and which state it has of it."""
+        names = {id(one.parameter): name for name, one in self.local.items()}
+        found: dict[str, dict[str, Any]] = {}
+        for group in getattr(self.optimizer, "param_groups", ()):
+            own = {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str, tuple))}
+            for one in group["params"]:
+                if id(one) in names:
+                    state = sorted(map(str, self.optimizer.state.get(one, ())))
+                    found[names[id(one)]] = {**own, "the state": state}
+        return found
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Copies of the weights of a reference."""

@@ -165,7 +165,7 @@ class Tracer(abc.ABC):
         factors: list[float] = []
         wrong: dict[str, bool] = {}
         for event in reversed(self.reference.events):
-            pairs = self._gradients(event, kept, known) if event in found else []
+            pairs = self.gradient_pairs(event, kept, known) if event in found else []
             if not pairs or found[event].is_moved:
                 continue
             if not self.scales_gradients:
@@ -216,7 +216,7 @@ class Tracer(abc.ABC):
             del wrong[event]
         return factors, wrong
 
-    def _gradients(
+    def gradient_pairs(
         self, event: str, kept: Events, record: Mapping[str, Any]
     ) -> list[tuple[Tensor, Tensor]]:
         """The gradients of a tensor in each call, with the reference's; none if one is missing."""
@@ -315,7 +315,7 @@ class Tracer(abc.ABC):
         mine = {
             event: (bad, tuple(part.shape))
             for event, bad in backward.items()
-            for _, part in self._gradients(event, kept, record)[:1]
+            for _, part in self.gradient_pairs(event, kept, record)[:1]
         }
         everyone = gathered(mine)
         wrong = {event for of_rank in everyone for event, (bad, *_) in of_rank.items() if bad}
@@ -323,10 +323,10 @@ class Tracer(abc.ABC):
         for event in [event for event in reversed(self.reference.events) if event in wrong]:
 
             def gradient(event: str = event) -> Tensor:
-                return self._gradients(event, kept, record)[0][0] / factors[0]
+                return self.gradient_pairs(event, kept, record)[0][0] / factors[0]
 
             def compare(total: Tensor, event: str = event) -> Agreement:
-                part = self._gradients(event, kept, record)[0][1]
+                part = self.gradient_pairs(event, kept, record)[0][1]
                 return agreement(total, part, part)
 
             shapes = [of_rank[event][1] if event in of_rank else None for of_rank in everyone]

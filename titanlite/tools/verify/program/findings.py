@@ -106,6 +106,30 @@ class PartEvidence(Evidence):
                 "scales each rank's by a factor of its own. Add up the squares (of copies once) "
                 f"over {axes} before the norm is used"
             )
+        return self._describe_weights() or self._describe_options() or self._describe_step()
+
+    def _describe_options(self) -> str:
+        """What the optimizer has otherwise for just the wrong weights; "" for nothing."""
+        runs = [run for run in self.runs if isinstance(run, CodeRun)]
+        apart = {(run.rank, name): words for run in runs for name, words in run.options.items()}
+        wrong = {(rank, name) for rank, of_rank in self.updates.items() for name in of_rank}
+        if not wrong or apart.keys() != wrong or len(set(apart.values())) > 1:
+            return ""
+        (words,) = set(apart.values())
+        return (
+            f"The optimizer has {listed(words)} on one process for "
+            f"{'them' if len({name for _, name in wrong}) > 1 else 'it'}: look at how parameters "
+            "are chosen for its groups (a name, a mark, a shape)"
+        )
+
+    def _describe_step(self) -> str:
+        """The first line of the optimizer's step with another result, if it says why."""
+        lines = [line for trace in self.watched for line in trace.step_lines]
+        known = (line for line in lines if line.source or line.numbers)
+        found = next(map(self.describe_line, known), "")
+        return f"Of the optimizer's step {found}" if found else ""
+
+    def _describe_weights(self) -> str:
         wrong = [one for of_rank in self.updates.values() for one in of_rank.values()]
         if not wrong:
             return ""
@@ -222,8 +246,20 @@ def conclude(e: PartEvidence) -> list[str]:
             # That replicas differ follows from almost anything.
             splits = set(explain_replicas(e))
             found = [sentence for sentence in diagnose(e, stage) if sentence not in splits]
-            return [found[0] + _unread(e), *found[1:]] if found else []
+            more = _cleared(e) if {explain_parts, explain_uses} & {*stage} else _unread(e)
+            return [found[0] + more, *found[1:]] if found else []
     return diagnose(e, ())
+
+
+def _cleared(e: PartEvidence) -> str:
+    """The line that clears the wrong gradients in the middle of the step; or ""."""
+    wrong = set(e.failed("gradient"))
+    lines = (line for t in e.watched for line, names in t.cleared.items() if names & wrong)
+    found = next(lines, "")
+    return (
+        f". {found} clears gradients in the middle of the step, after a backward pass has added to "
+        "them: what that has added is lost"
+    ) * bool(found)
 
 
 def _unread(e: PartEvidence) -> str:
@@ -742,6 +778,7 @@ def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
             line = f"{describe_event(last[0])}, which it reads, has {PADDING}"
         more = [one for one in one_sided(e, "", [run.rank for run in e.runs]) if one not in line]
         line = ". ".join(filter(None, [line, *(one[:1].upper() + one[1:] for one in more)]))
+        line = line or e.returned
         for sentence in explain_loss(e):
             yield f"{sentence}. {line[:1].upper()}{line[1:]}" if line else sentence
 

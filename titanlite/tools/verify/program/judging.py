@@ -11,7 +11,12 @@ from statistics import fmean
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.tools.verify import on_rank
-from titanlite.tools.verify.dataflow import describe_event, first_wrong
+from titanlite.tools.verify.dataflow import (
+    describe_event,
+    explain_backward,
+    first_wrong,
+    unexplained_backward,
+)
 from titanlite.tools.verify.differences import (
     Key,
     Tolerance,
@@ -22,8 +27,10 @@ from titanlite.tools.verify.differences import (
 from titanlite.tools.verify.evidence import EXPLAINED, WRONG, pooled
 from titanlite.tools.verify.gradients import missing_sums
 from titanlite.tools.verify.job_runs import failure
+from titanlite.tools.verify.passes import explain_loss
 from titanlite.tools.verify.pool import RankPools
 from titanlite.tools.verify.program.findings import PartEvidence, are_local, conclude
+from titanlite.tools.verify.program.passed_back import describe_through
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.result import Comparison
 from titanlite.tools.verify.record import (
@@ -100,7 +107,13 @@ class Judging:
                 for failure in found.failures
             )
             if (found.failures or found.splits) and not is_explained:
-                found.findings += conclude(self._evidence())
+                evidence = self._evidence()
+                said = conclude(evidence)
+                vague = (*explain_backward(evidence), *explain_loss(evidence))
+                if said and said[0] in vague:
+                    evidence.returned = self._returned(evidence)
+                    said = conclude(evidence) if evidence.returned else said
+                found.findings += said
         elif self._reads_the_whole_batch() and all(run.averages for run in self.runs):
             unless = ", unless `step` divides it" * (self.request.step is not None)
             found.doubts.append(
@@ -464,6 +477,25 @@ class Judging:
                     + f". Reduce it over {axis} before it is used"
                 )
         return ""
+
+    def _returned(self, evidence: PartEvidence) -> str:
+        """Through which line what is wrong in the first wrong gradient comes back; "" if unknown.
+
+        Where it is not known otherwise.
+        """
+        if not evidence.watched or (place := unexplained_backward(evidence)) is None:
+            return ""
+        event, until = place
+        pool, step = self.pools.of(self.found.grid.world_size), max(1, evidence.step)
+        what = self.packed, self.folder, self.record, step, event, until
+        try:
+            found = pool.call(on_rank.through.gradients_through, *what)
+        except TitanliteError as error:
+            failure(error)
+            return ""
+        count = len(set(self._parts_by_step()[step - 1]))
+        plain = {"mean": [1 / count], "sum": [1.0]}.get(self.found.losses, [1.0, 1 / count])
+        return describe_through(evidence, event, found, plain)
 
     def _watch(self, evidence: PartEvidence, step: int) -> None:
         """Run both sides again, and note the lines of the caller's code."""

@@ -46,9 +46,10 @@ Pair = tuple[Tensor, Tensor, tuple[int, int]]
 
 def wrong_lines(
     tracer: CodeTracer, values: Values, known: Values, num_microbatches: int
-) -> tuple[tuple[WrongLine, ...], tuple[str, ...]]:
-    """The first values that are wrong on some rank, beside the reference's, and what
-    `_without_gradient` finds; every rank of the world must call this.
+) -> tuple[tuple[WrongLine, ...], tuple[WrongLine, ...], tuple[str, ...]]:
+    """The first values that are wrong on some rank, beside the reference's, those that the host
+    reads though they are shares, and what `_without_gradient` finds; every rank of the world must
+    call this.
     """
     others, instead = _counterparts(values, known, num_microbatches)
     pairs = _pairs(values, known, others, num_microbatches)
@@ -59,7 +60,8 @@ def wrong_lines(
     for of_rank in gathered(judged):
         wrong |= dict.fromkeys(p for p, s in of_rank.items() if s not in (None, *RIGHT))
         unjudged |= {place for place, state in of_rank.items() if state is None}
-    some = list(wrong)[:MOST_REDUCED]
+    read = [values.places[number] for number in values.read]
+    some = [*(p for p in read if p in wrong), *(p for p in wrong if p not in read)][:MOST_REDUCED]
     found = {values.places[number]: pair for number, pair in pairs.items()}
     shares = _shares(tracer, {place: found[place] for place in some if place in found}, some)
     rows: dict[Place, str] = {}
@@ -75,9 +77,9 @@ def wrong_lines(
     axes = {a: tuple(dist.get_process_group_ranks(g)) for a, g in tracer.subject.groups.items()}
     search = _LineSearch(
         values, known, others, instead, states, wrong, unjudged, shares, rows, borders, parts, axes
-    ).found()
-    lines = tuple(itertools.islice(search, MOST_LINES))
-    return lines, _without_gradient(values, known, others)
+    )
+    lines = tuple(itertools.islice(search.found(), MOST_LINES))
+    return lines, tuple(search.read()), _without_gradient(values, known, others)
 
 
 def _counterparts(
@@ -351,20 +353,60 @@ class _LineSearch:
             if found.numbers and all("mean" in self.shares[self.values.places[s]] for s in shares):
                 shares = []
             elsewhere = [s for s in shares if self.values.places[s][0][1] != found.line]
-            share = next(iter(elsewhere or shares), None)
-            while share is not None:
-                # The first of a chain of shares is where the reduction belongs.
-                before = self.values.places[share]
-                found.source, found.way = before[0][1], self.shares[before]
-                ways = (
-                    (p[0][1], self.shares[p]) for p in map(self.values.places.__getitem__, shares)
-                )
-                found.mixed = next((one for one in ways if one[1] != found.way), None)
-                sources, between = self._sources(self.values, share)
-                share = next((s for s in sources if self._is_open_share(s, harmless)), None)
-                if share is not None:
-                    found.too_narrow = found.too_narrow or self._too_narrow(share, between)
+            share = next(iter(elsewhere or shares), self._read_as(found.numbers))
+            self._follow(found, share, shares, harmless)
+            if shares and operator_of(place[0]).strip("_") == "add":
+                found.summed_by = self._sent_by(number)
             yield found
+
+    def read(self) -> Iterator[WrongLine]:
+        """The lines that read a share as a number."""
+        harmless = self._harmless()
+        for number, line in self.values.read.items():
+            place = self.values.places[number]
+            if place in self.wrong and place in self.shares:
+                self._follow(found := WrongLine(place[0][0], line), number, (), harmless)
+                yield found
+
+    def _read_as(self, numbers: Sequence[tuple[str, float, float]]) -> int | None:
+        """The share that the host has read as a number which the line is given; None for none."""
+        for number in self.values.read:
+            own, other = self.values.tensors[number], self.others.get(number)
+            whole = None if other is None else self.known.tensors[other]
+            if self.values.places[number] in self.shares and own is not None and whole is not None:
+                both = own.item(), whole.item()
+                if any(one[1:] == both for one in numbers):
+                    return number
+        return None
+
+    def _follow(
+        self,
+        found: WrongLine,
+        share: int | None,
+        shares: Collection[int],
+        harmless: Mapping[int, bool],
+    ) -> None:
+        """Note where the reduction of a share belongs: at the first of a chain of them."""
+        while share is not None:
+            before = self.values.places[share]
+            found.source, found.way = before[0][1], self.shares[before]
+            ways = ((p[0][1], self.shares[p]) for p in map(self.values.places.__getitem__, shares))
+            found.mixed = next((one for one in ways if one[1] != found.way), None)
+            sources, between = self._sources(self.values, share)
+            share = next((s for s in sources if self._is_open_share(s, harmless)), None)
+            if share is not None:
+                found.too_narrow = found.too_narrow or self._too_narrow(share, between)
+
+    def _sent_by(self, number: int) -> str:
+        """The line that sends a value, or a copy of it; "" for none."""
+        for sent, (line, _) in self.values.exchanged.items():
+            while sent != number and len(self.values.sources[sent]) == 1:
+                if not _only_arranges(self.values.places[sent][0][2]):
+                    break
+                (sent,) = self.values.sources[sent]
+            if sent == number:
+                return line
+        return ""
 
     def _reshapes(self, number: int) -> bool:
         """Whether a value has the elements of one that is right, in their order."""

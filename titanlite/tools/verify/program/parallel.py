@@ -35,14 +35,22 @@ from titanlite.tools.verify.program.code_trace import (
     same_rows,
     save_part,
 )
+from titanlite.tools.verify.program.gradient_modes import Cleared, Lines
 from titanlite.tools.verify.program.lines import wrong_lines
 from titanlite.tools.verify.program.local_parts import check_names, find_parts
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.saved import watching_saved
-from titanlite.tools.verify.program.step_trace import watch_step
-from titanlite.tools.verify.program.values import Place, load_values
-from titanlite.tools.verify.program.weights import changed, fingerprint, save_update
-from titanlite.tools.verify.record import Agreement, CodeRun, ModelRun, RankStep, RankTrace
+from titanlite.tools.verify.program.step_trace import lines_of_step, watch_step
+from titanlite.tools.verify.program.values import Place, Values, load_values
+from titanlite.tools.verify.program.weights import changed, fingerprint, options_apart, save_update
+from titanlite.tools.verify.record import (
+    Agreement,
+    CodeRun,
+    ModelRun,
+    RankStep,
+    RankTrace,
+    WrongLine,
+)
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import LocalParts, Subject
 from titanlite.tools.verify.tracing import TOLERANCES, gathered
@@ -69,7 +77,7 @@ def run_parallel(
     value may be `completed`: reduced over an axis, to see what that does to an event.
     """
     request: Request = pickles.loads(packed)
-    measuring = _Measuring(world, request, folder, record, watched=watched)
+    measuring = Measuring(world, request, folder, record, watched=watched)
     measuring.completed = completed
     return measuring.run()
 
@@ -97,12 +105,12 @@ def run_again(
         dtype=dtype,
     )
     perturbs = dtype == request.dtype and not perturbed
-    measuring = _Measuring(world, again, folder, record, perturbs=perturbs, traces=False)
+    measuring = Measuring(world, again, folder, record, perturbs=perturbs, traces=False)
     measuring.perturbed = perturbed
     return measuring.run()
 
 
-class _Measuring:
+class Measuring:
     """One rank's run of the parallel code."""
 
     def __init__(
@@ -121,6 +129,7 @@ class _Measuring:
         self.grid, self.perturbs, self.traces = request.grid, perturbs, traces
         self.perturbed = 0
         self.completed: tuple[Place, str, str] | None = None
+        self.through: Lines | None = None
         # Of outputs, and of gradients that are not looked at again.
         self.tolerance = TOLERANCES[getattr(torch, request.dtype)]
         if record.narrowed:
@@ -156,6 +165,7 @@ class _Measuring:
         after = None if built.is_flat else fingerprint(local)
         # A missing seed must show up: ranks on different machines differ in this too.
         torch.manual_seed(hash((world.rank, time.monotonic_ns())) % 2**32)
+        before: tuple[WrongLine, ...] = ()
         for step, (batch, part) in enumerate(zip(batches, parts, strict=True), 1):
             where = find_part(batch, request.split, mesh, self.grid, world.rank)
             run.cells.append(None if where is None else where.cells)
@@ -173,21 +183,19 @@ class _Measuring:
             is_seen = step == min(2, len(parts)) and not built.is_compiled
             looks = is_seen and self.traces and self.watched is None
             watch = StepWatch(subject.groups, built.own_parameters, [part]) if looks else None
-            kept = Events()
-            kept.arguments = self.record.trace.arguments
-            if self.completed is not None and step == self.watched:
-                place, axis, _ = self.completed
-                kept.values.completed = place, subject.groups[axis]
-            if not built.is_flat:
-                kept.at_start = functools.partial(fingerprint, local)
+            kept = self._events(built, subject, step)
             with self._observing(subject, kept, step), watch.seeing() if watch else nullcontext():
                 run.losses.append(built.run_step(part))
             run.changed[step] = changed(after, kept.start)
             perturbation.restore()
+            if step == self.watched and self.through is not None:
+                self._note_gradients(self.through, tracer, known)
+                return run
             if step == self.watched:
-                run.traces[step] = self._lines(tracer, kept, known)
+                seen = run.traces[step] = self._lines(tracer, kept, known)
                 if self.completed is None:
-                    watch_step(built, subject, known["gradients"], run.traces[step])
+                    watch_step(built, tracer, known["gradients"], self._values_of(step), seen)
+                    seen.step_lines = *before, *seen.step_lines
                 return run
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
@@ -201,13 +209,13 @@ class _Measuring:
             with watch.seeing() if watch else nullcontext():
                 found.norm = built.clip()
                 run.rates.append(built.rate)
-                built.optimizer.step()
+                before = self._step(built, tracer, step)
             if watch:
                 run.traffic = replace(watch.traffic(), part=digest, num_of_gradients=number)
             after = None if built.is_flat else fingerprint(local)
             with built.parameters():
                 found.weights = subject.compare_weights(known["weights"])
-                self._save_update(subject, found, step, run)
+                self._save_update(subject, found, step, run, known)
             if not built.is_flat:
                 found.state = subject.compare_state(known["state"])
                 run.states_left = subject.state().keys() & known["state"].keys() - found.state
@@ -215,6 +223,29 @@ class _Measuring:
             run.steps.append(found)
             built.forget_gradients()
         return run
+
+    def _events(self, built: Built, subject: Subject, step: int) -> Events:
+        """What records a step."""
+        is_watched = step == self.watched
+        kept = self.through.kept if self.through and is_watched else Events()
+        kept.arguments = self.record.trace.arguments
+        if self.completed is not None and is_watched:
+            place, axis, _ = self.completed
+            kept.values.completed = place, subject.groups[axis]
+        if not built.is_flat:
+            kept.at_start = functools.partial(fingerprint, subject.local)
+        return kept
+
+    def _step(self, built: Built, tracer: CodeTracer, step: int) -> tuple[WrongLine, ...]:
+        """Make a step; returns its lines that read a share, if the next one is watched."""
+        if step + 1 == self.watched and self.completed is None and self.through is None:
+            return lines_of_step(built, tracer, self._values_of(step))
+        built.optimizer.step()
+        return ()
+
+    def _values_of(self, step: int) -> Values:
+        """The values of the optimizer's step on one process."""
+        return load_values(self.folder, f"of{step}")
 
     def _start_run(self, subject: Subject, start: Mapping[str, Tensor]) -> CodeRun:
         local, weights = subject.local, subject.compare_weights(start)
@@ -256,20 +287,36 @@ class _Measuring:
         tracer.orders, tracer.layouts = tracer.layouts, {}
         trace.over_parts = kept.values.over_parts()
         values, reference = kept.values, load_values(self.folder)
-        found = wrong_lines(tracer, values, reference, number)
-        trace.wrong_lines, trace.without_gradient = found
+        trace.wrong_lines, _, trace.without_gradient = wrong_lines(
+            tracer, values, reference, number
+        )
         trace.recomputed_apart, trace.overwritten = tuple(values.apart), tuple(values.overwritten)
         trace.carried = carried(values, number)
         trace.left_out, trace.added = left_out(values, reference), added(values, reference)
         trace.groups = {call: tuple(groups) for call, groups in values.groups.items()}
         trace.exchanged, trace.unseen = frozenset(kept.exchanged), values.unseen
         trace.sent_by_loss = values.sent_by_loss
+        trace.cleared = {line: frozenset(names) for line, names in kept.cleared.items()}
+        trace.sent_from = values.lines_sent()
         return trace
 
-    def _save_update(self, subject: Subject, found: RankStep, step: int, run: CodeRun) -> None:
+    def _note_gradients(self, lines: Lines, tracer: CodeTracer, known: Mapping[str, Any]) -> None:
+        """Note the gradients of the tensor that is asked for, and what they should be."""
+        event, lines.subject = lines.event, tracer.subject
+        compared = None
+        if event in lines.kept.first and event in known["outputs"]:
+            compared = tracer.compare(event, lines.kept.first[event], known["outputs"][event])
+        if compared is not None:
+            tracer.chosen[event] = compared[1]
+            lines.gradients = tracer.gradient_pairs(event, lines.kept, known)
+
+    def _save_update(
+        self, subject: Subject, found: RankStep, step: int, run: CodeRun, known: Mapping[str, Any]
+    ) -> None:
         """Save weights that are the first to differ on some rank."""
         wrong = [n for n, one in found.weights.items() if not one.difference <= self.tolerance]
         if self.traces and not run.updates and wrong:
+            run.options = options_apart(subject.options(), known["options"])
             path = Path(self.folder) / f"update{self.world.rank}.pt"
             with contextlib.suppress(Exception):
                 file = save_update(path, subject.local, wrong, self.folder, step)
@@ -281,10 +328,14 @@ class _Measuring:
         with contextlib.ExitStack() as exits:
             if self.request.modules:
                 exits.enter_context(subject.recorded(kept))
-            if step == self.watched:
+            if step == self.watched and self.through is not None:
+                exits.enter_context(self.through)
+            elif step == self.watched:
                 exits.enter_context(OperatorWatch(kept, keeps_values=True))
                 exits.enter_context(listening(kept))
                 exits.enter_context(watching_saved(kept))
+                parameters = {n: one.parameter for n, one in subject.local.items()}
+                exits.enter_context(Cleared(kept, parameters))
             yield
 
     def _compare_buffers(

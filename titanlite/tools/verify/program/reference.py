@@ -9,7 +9,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -97,14 +96,23 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
         norm = sum((dense(g).double() ** 2).sum().item() for g in own) ** 0.5
         gradients = subject.whole_gradients()
         clipped, rate = built.clip(), built.rate
-        with watched(model, "the optimizer") if step == 1 else nullcontext(()) as by_optimizer:
+        of_step = Events()
+        with contextlib.ExitStack() as exits:
+            by_optimizer: Collection[str] = ()
+            if step == 1:
+                by_optimizer = exits.enter_context(watched(model, "the optimizer"))
+            if watched_step in (step, step + 1):
+                exits.enter_context(OperatorWatch(of_step, keeps_values=True))
             built.optimizer.step()
+        if watched_step in (step, step + 1):
+            of_step.values.save(folder, f"of{step}")
         after = fingerprint(local)
         outputs, num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
         of_outputs = {call: kept.gradients_of(call) for call in outputs}
         found: dict[str, dict[str, Any]] = {
             "gradients": gradients,
             **subject.whole_tensors(),
+            "options": subject.options(),
             "outputs": outputs,
             "output_gradients": {n: found for n, found in of_outputs.items() if found},
         }

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from titanlite.tools.verify.events import Events, OperatorWatch
 from titanlite.tools.verify.program.building import Built
+from titanlite.tools.verify.program.code_trace import CodeTracer
+from titanlite.tools.verify.program.lines import wrong_lines
 from titanlite.tools.verify.program.values import RANDOM, Values
-from titanlite.tools.verify.record import RankTrace
+from titanlite.tools.verify.record import RankTrace, WrongLine
 from titanlite.tools.verify.subject import Subject
 from titanlite.tools.verify.tracing import gathered
 from titanlite.tools.verify.watching import listening
@@ -25,12 +27,18 @@ EQUAL = 1e-9
 
 
 def watch_step(
-    built: Built, subject: Subject, gradients: Mapping[str, Tensor], trace: RankTrace
+    built: Built,
+    tracer: CodeTracer,
+    gradients: Mapping[str, Tensor],
+    known: Values,
+    trace: RankTrace,
 ) -> None:
-    """Clip and make a step, and note in `trace` the lines that draw random numbers, and one that
-    takes the norm of this rank's gradients alone, with the axes over which it is a part.
+    """Clip and make a step, and note in `trace` the lines that draw random numbers, those whose
+    results are wrong, and one that takes the norm of this rank's gradients alone, with the axes
+    over which it is a part.
 
-    `gradients` are those of one process. Every rank of the world must call this.
+    `gradients` and the values `known` of the step are those of one process. Every rank of the world
+    must call this.
     """
     kept = Events()
     # It fails on every rank or on none: the step has run before, without this mode.
@@ -43,7 +51,20 @@ def watch_step(
         if operator.removeprefix("aten.").startswith(RANDOM)
     }
     trace.drawn = tuple(drawn)
-    trace.own_norm = next(_norms_of_own(kept.values, subject, gradients), ())
+    trace.own_norm = next(_norms_of_own(kept.values, tracer.subject, gradients), ())
+    lines, read, _ = wrong_lines(tracer, kept.values, known, 1)
+    trace.step_lines = *read, *lines
+
+
+def lines_of_step(built: Built, tracer: CodeTracer, known: Values) -> tuple[WrongLine, ...]:
+    """Make a step that leaves the right weights; returns the lines that read a share as a number.
+
+    Every rank of the world must call this.
+    """
+    kept = Events()
+    with OperatorWatch(kept, keeps_values=True), listening(kept):
+        built.optimizer.step()
+    return wrong_lines(tracer, kept.values, known, 1)[1]
 
 
 def _norms_of_own(

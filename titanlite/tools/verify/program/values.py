@@ -67,6 +67,8 @@ class Values:
     """Call, "" for none -> the first line in it that sends what has a gradient."""
     exchanged: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """The values that a rank sends or receives -> the line, and the ranks of its group."""
+    read: dict[int, str] = field(default_factory=dict)
+    """The values that the host reads as a number -> the line."""
     passes: list[int] = field(default_factory=list)
     """The number of the forward pass, counted from 1, in which each value is computed."""
     num_passes: int = 0
@@ -87,6 +89,8 @@ class Values:
             # Ranks that deal out their rows need not have the same.
             self.note_group(calls, None if "alltoall" in name.replace("_", "") else group, leaves)
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if name == "_local_scalar_dense" and leaves[0] in self._makers:
+            self.read.setdefault(self._makers[leaves[0]], line)
         if not found:
             return
         sources = dict.fromkeys(self._makers[leaf] for leaf in leaves if leaf in self._makers)
@@ -161,6 +165,16 @@ class Values:
         if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
             self.unseen.setdefault(calls[-1] if calls else "", line)
 
+    def lines_sent(self) -> dict[str, str]:
+        """A line -> the other line that sends what it computes."""
+        found = {}
+        for number, (line, _) in self.exchanged.items():
+            # The line that sends may copy it first.
+            while self.places[number][0][1] == line and len(self.sources[number]) == 1:
+                (number,) = self.sources[number]
+            found[self.places[number][0][1]] = line
+        return found
+
     def follow(self, value: Tensor, alias: Tensor) -> None:
         """An alias has the value of a tensor."""
         if value in self._makers:
@@ -170,9 +184,9 @@ class Values:
         """The values from which one is computed."""
         return [self.tensors[one] for one in self.sources[number]] or [self.inputs[number]]
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str, of: str = "values") -> None:
         """Save what the ranks compare theirs with."""
-        save_temporary({name: getattr(self, name) for name in SAVED}, Path(folder) / "values.pt")
+        save_temporary({name: getattr(self, name) for name in SAVED}, Path(folder) / f"{of}.pt")
 
     def _copy(self, operator: Any, value: Tensor) -> Tensor | None:
         is_open = operator.namespace in COMMUNICATION and operator is not WAIT
@@ -199,9 +213,9 @@ def _numbers_in(operator: Any, given: tuple[Any, Any]) -> dict[str, Number]:
     return found
 
 
-def load_values(folder: str) -> Values:
+def load_values(folder: str, of: str = "values") -> Values:
     """Those that one process has saved."""
-    known = Values(**torch.load(Path(folder) / "values.pt", mmap=True, weights_only=True))
+    known = Values(**torch.load(Path(folder) / f"{of}.pt", mmap=True, weights_only=True))
     for number, (key, _) in enumerate(known.places):
         known.of[key].append(number)
     return known

@@ -28,7 +28,7 @@ from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Update
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import LocalParts
-from titanlite.tools.verify.wording import is_near
+from titanlite.tools.verify.wording import is_near, listed
 
 # Larger weights are not looked at.
 MOST_ELEMENTS = 1 << 24
@@ -50,6 +50,27 @@ def fingerprint(local: LocalParts) -> Fingerprint:
 def changed(before: Fingerprint | None, after: Fingerprint | None) -> tuple[str, ...]:
     """The weights that are others; none if a fingerprint was not taken."""
     return tuple(name for name, own in (after or {}).items() if own != (before or {}).get(name))
+
+
+def options_apart(
+    own: Mapping[str, Mapping[str, Any]], known: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[str, ...]]:
+    """For each parameter what the optimizer has otherwise for it than on one process, in words."""
+    return {
+        name: found
+        for name, of_own in own.items()
+        if (
+            found := tuple(
+                f"{option} {_shown(of_own[option])} instead of {_shown(value)}"
+                for option, value in known.get(name, {}).items()
+                if option in of_own and of_own[option] != value
+            )
+        )
+    }
+
+
+def _shown(value: Any) -> str:
+    return (listed(value, 3) or "nothing") if isinstance(value, list) else str(value)
 
 
 def save_update(path: Path, local: LocalParts, wrong: Sequence[str], folder: str, step: int) -> str:
