@@ -157,7 +157,8 @@ WITH_TORCH = {
     ),
     "titanlite/tools/verify/program": (
         *("batches", "building", "code_trace", "gradient_modes", "lines", "local_parts"),
-        *("parallel", "reference", "saved", "step_trace", "through", "uses", "values", "weights"),
+        *("parallel", "received", "reference", "saved", "step_trace", "through", "uses", "values"),
+        "weights",
     ),
 }
 PLANNED_WITHOUT_TORCH = (

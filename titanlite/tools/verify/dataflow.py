@@ -656,10 +656,8 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     from_partial = [other for other in following if other in partial]
     after = _next_compared(e, last)
     shown = listed([describe_event(reader) for reader in from_partial or after], 3)
-    unseen, start = (
-        "",
-        f"in the backward pass, the gradient of {describe_event(last)} is the first that ",
-    )
+    unseen = ""
+    start = f"in the backward pass, the gradient of {describe_event(last)} is the first that "
     start += f"differs, {where}"
     if not following:
         place = "The loss reads it, so the backward pass of the loss itself is wrong"
@@ -701,6 +699,7 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         place = "The code that reads it returns a wrong gradient"
     how = _of_gradient(e, last, found)
     how += _summed_again(e, after, found) if after and not partial else ""
+    how = how or _unused(e, last)
     returned = "" if unseen else e.returned
     lines = "" if returned else e.lines_before(last, list(found), is_backward=True)
     code = returned or (f"The code there{lines}" if lines else "")
@@ -762,6 +761,20 @@ def _summed_again(e: Evidence, after: Sequence[str], found: Mapping[int, Agreeme
         f"{factor:.0f} ranks: its backward pass sums the gradient once more, which each rank has "
         "whole. Pass it on as it is there (torch.distributed.nn's all_reduce sums it again)"
     )
+
+
+def _unused(e: Evidence, event: str) -> str:
+    """What the backward pass receives just before a gradient, but computes nothing with; or ""."""
+    for trace in e.watched:
+        for line, parts in trace.unused.items():
+            if line in trace.lines_backward.get(event, ()):
+                which = f"part{'s' * (len(parts) > 1)} {listed(parts)}"
+                return (
+                    f"Of what {line} receives on the way, nothing is computed with {which} "
+                    "(counted from 0), but only with the others. Look whether the code there goes "
+                    "on with this rank's own, saved tensors instead"
+                )
+    return ""
 
 
 def _exchanges_forward_alone(e: Evidence, event: str) -> bool:

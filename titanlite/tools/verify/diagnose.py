@@ -53,7 +53,8 @@ def _by_coverage(e: Evidence, found: list[str]) -> list[str]:
     left = sorted(set(e.failed("gradient")) - explained) if first == 0 else []
     more: list[str] = [*kept]
     if len(left) > len(explained) or (left and passes.wrong_backward(e)):
-        more.insert(0 if len(left) > len(explained) else len(kept), passes.unexplained(e, left))
+        is_most = len(left) > len(explained) and not kept[0].is_exact
+        more.insert(0 if is_most else len(kept), passes.unexplained(e, left))
     elif left:
         shown = e.named(left)
         more[0] += f". This does not explain {shown}, which {agree(shown, 'differ')} too"

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement, is_pending
 from titanlite.tools.verify.caller_lines import FOREIGN, PACKAGE, line_of_caller
+from titanlite.tools.verify.program.received import Received
 from titanlite.tools.verify.program.values import COMMUNICATION, Values
 from titanlite.tools.verify.record import first_call, is_input, module_of, name_call, name_input
 
@@ -83,6 +84,8 @@ class Events:
         self.overwritten: set[str] = set()
         """What was another tensor when its gradient came."""
         self.values = Values()
+        self.received = Received()
+        """What the backward pass receives."""
         self.finds_flow, self.is_training = finds_flow, is_training
         self._nodes: dict[Any, str] = {}
         self._without_gradient: dict[str, list[str]] = {}
@@ -297,11 +300,15 @@ class Events:
             self.pass_back(True)
         else:
             # Ranks that deal out their rows need not have the same.
-            self.values.note_group(self._calls, None if kind == "all_to_all" else group, inputs)
+            sent = [] if kind == "broadcast" else inputs
+            dealt = None if kind == "all_to_all" else group
+            self.values.note_group(self._calls, dealt, inputs, sent)
         return -1
 
     def end(self, index: int, outputs: Sequence[Tensor]) -> None:
-        """Nothing is noted of what a call writes to."""
+        """Note what a call in the backward pass writes to."""
+        if outputs and torch._C._current_graph_task_id() != -1:
+            self.received.arrive(outputs, self.note_line(FOREIGN))
 
     def note_value(self, line: str, operator: Any, given: Any, result: Any) -> Any:
         """Keep what an operator of the forward pass returns, and return it."""
@@ -346,7 +353,12 @@ class OperatorWatch(TorchDispatchMode):
         line = self.kept.note_line(self.foreign)
         result = func(*args, **(kwargs or {}))
         if torch._C._current_graph_task_id() != -1:
-            self.kept.pass_back(func.namespace in COMMUNICATION)
+            exchanges = func.namespace in COMMUNICATION
+            self.kept.pass_back(exchanges)
+            if not exchanges:
+                self.kept.received.follow(func, (args, kwargs), result)
+            elif "recv" in func.name():
+                self.kept.received.arrive(args[0], line)
         if line and self.keeps_values:
             result = self.kept.note_value(line, func, (args, kwargs), result)
         elif self.keeps_values and _is_again():

@@ -338,6 +338,8 @@ class ModuleOutput:
     """Whether it has more than its part of the reference's, of other code: padding."""
     is_part: bool = False
     """Whether it is compared with a part of the reference's, of other code."""
+    has_equal_rows: bool = False
+    """Whether it is not certain which of equal rows of the reference's it has."""
     cut_dims: tuple[int, ...] = ()
     """The dimensions that are shorter than the reference's, but for features."""
     biases: float | None = None
@@ -390,6 +392,8 @@ class RankTrace:
     """What modules receive or return in a layout that fits no part of the reference's."""
     accumulated: dict[str, int] = field(default_factory=dict)
     """Parameter -> how often a backward pass adds to its gradient, of other code."""
+    num_repeats: int = 1
+    """How often modules run for each of their runs on one process, outside a run of the model."""
     lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """What a module receives or returns -> the lines of code that ran just before."""
     lines_backward: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -409,6 +413,8 @@ class RankTrace:
     """A line -> the other line that sends what it computes."""
     exchanged: frozenset[str] = frozenset()
     """What has a gradient for which the backward pass called a collective."""
+    unused: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """A line that receives in the backward pass -> the parts with which nothing is computed."""
     without_gradient: tuple[str, ...] = ()
     """A call, its line whose result has a gradient on one process alone, and what reads it."""
     recomputed_apart: tuple[str, ...] = ()
@@ -449,6 +455,12 @@ class Through(NamedTuple):
     """Of each microbatch, the right gradient as a sum of what comes back otherwise, and of this."""
     sums: dict[str, Fit | None]
     """Axis -> it as a multiple of both, if this is summed over the axis."""
+    function: str
+    """A custom autograd function whose result the line reads; "" for none."""
+    arrived: dict[str, Fit | None]
+    """Axis -> the tensor's gradient on one process as a multiple of what comes back to that result,
+    summed over the axis.
+    """
 
 
 @dataclass

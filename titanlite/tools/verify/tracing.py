@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -116,6 +117,12 @@ class Tracer(abc.ABC):
                 continue
             found[event], self.chosen[event] = compared
             found[event].recomputed = kept.recomputed_difference(first_call(event))
+        # Where only a model's modules are called, for each microbatch or in an order of its own, it
+        # is not known which call is which.
+        often = {first_call(event) for event in kept.first if event not in known["outputs"]}
+        for event in [e for e, one in found.items() if first_call(e) in often and one.wrong_calls]:
+            del found[event]
+            left.append(event)
         for event in self._harmless({event: not o.wrong_calls for event, o in found.items()}):
             found[event].wrong_calls, found[event].is_other = (), True
         for event, shape in kept.shapes.items():
@@ -136,6 +143,7 @@ class Tracer(abc.ABC):
             summed_gradients=sum_gradients(self.subject, names, known["gradients"]),
             pending_inputs=tuple(kept.pending_inputs),
             not_compared=tuple(left),
+            num_repeats=_num_repeats(kept.first, known["outputs"]),
             accumulated=dict(kept.accumulated),
             lines=kept.lines,
             lines_backward=kept.lines_backward,
@@ -166,7 +174,7 @@ class Tracer(abc.ABC):
         wrong: dict[str, bool] = {}
         for event in reversed(self.reference.events):
             pairs = self.gradient_pairs(event, kept, known) if event in found else []
-            if not pairs or found[event].is_moved:
+            if not pairs or found[event].is_moved or found[event].has_equal_rows:
                 continue
             if not self.scales_gradients:
                 factors = [1.0] * len(pairs)
@@ -343,6 +351,15 @@ class Tracer(abc.ABC):
                 one = compare(both)
                 if axis not in batch and one.difference < found[axis].difference:
                     found[axis] = one
+
+
+def _num_repeats(own: Iterable[str], known: Iterable[str]) -> int:
+    """How many calls of each module there are for each of one process, if always as many; or 1."""
+    here, there = (
+        Counter(first_call(one) for one in some if not is_input(one)) for some in (own, known)
+    )
+    found = {here[name] / number for name, number in there.items() if name in here}
+    return int(found.pop()) if len(found) == 1 else 1
 
 
 def _adds_others(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[int, int] | None:

@@ -18,10 +18,12 @@ class Explained(str):
     """A sentence that says what is wrong with the gradients `names`."""
 
     names: frozenset[str]
+    is_exact: bool
+    """Whether it says more than where a difference begins, however few gradients it explains."""
 
-    def __new__(cls, text: str, names: Iterable[str]) -> Explained:
+    def __new__(cls, text: str, names: Iterable[str], *, is_exact: bool = False) -> Explained:
         self = super().__new__(cls, text)
-        self.names = frozenset(names)
+        self.names, self.is_exact = frozenset(names), is_exact
         return self
 
 

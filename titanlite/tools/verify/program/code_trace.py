@@ -166,6 +166,8 @@ class CodeTracer(Tracer):
             for dim, (own, size) in enumerate(zip(shape, every, strict=False))
             if own < size and (dim < len(every) - 1 or size == length)
         )
+        if output.is_part and (self.where is None or every[0] != self.where.num_rows):
+            output.has_equal_rows = len(known[0].unique(dim=0)) < every[0]
         is_cut = number > 1 and output.cut_dims == (0,) and shape[0] * number == every[0]
         if is_cut and wrong and self.where is not None and every[0] % self.where.num_rows:
             output.cut = f"{list(shape)}, {list(every)} on one process"

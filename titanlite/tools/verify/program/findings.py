@@ -569,6 +569,7 @@ def explain_uses(e: PartEvidence) -> Iterator[str]:
             "Each use has to add to the gradient: look for code that assigns it, or that lets "
             "only one of them count",
             names,
+            is_exact=" counts " in what,
         )
 
 
@@ -591,7 +592,7 @@ def _of_uses(e: PartEvidence, found: UseFit) -> str:
     words = []
     for index, one in enumerate(found.counts):
         if counts[index] is not None and index not in kept:
-            words += [f"{named(index)} counts {one[0]:.4g} times"]
+            words += [f"{named(index)} counts {one[0]:.4g} times{e.equals(one[0])}"]
         elif counts[index] is None and len(one) == len(e.parts):
             of_use = describe_parts(one, e.fits.weights, e.names_of_parts)
             words += [f"of {named(index)} {of_use}"] if of_use else []
@@ -779,6 +780,8 @@ def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
         more = [one for one in one_sided(e, "", [run.rank for run in e.runs]) if one not in line]
         line = ". ".join(filter(None, [line, *(one[:1].upper() + one[1:] for one in more)]))
         line = line or e.returned
+        if not e.completed and (found := e.wrong_line()) and not found.source:
+            line += "".join(f". After the step, {one}" for one in explain_buffers(e))
         for sentence in explain_loss(e):
             yield f"{sentence}. {line[:1].upper()}{line[1:]}" if line else sentence
 

@@ -53,6 +53,14 @@ class Lines(TorchFunctionMode):
         """Line -> the last function in it whose result has a gradient."""
         self.digests: dict[Key, str] = {}
         """Line -> a digest of that."""
+        self.arriving: dict[Key, list[Tensor]] = {}
+        """Line -> the gradients of what a custom autograd function gives it, if as large as the
+        event on one process.
+        """
+        self.functions: dict[Key, str] = {}
+        """Line -> that function."""
+        self.size = 0
+        """The number of elements of the event on one process."""
         self.gradients: list[tuple[Tensor, Tensor]] = []
         """The gradients of the event, and what they should be."""
         self.subject: Any = None
@@ -74,6 +82,7 @@ class Lines(TorchFunctionMode):
                 self.until
             )
             if line and is_between:
+                self._note_arriving(key, (args, kwargs))
                 self.last.pop(key, None)
                 self.last[key], own = name, local_part(tensors[0].detach())
                 self.digests[key] = digest_of(own)
@@ -81,3 +90,12 @@ class Lines(TorchFunctionMode):
             for tensor in tensors:
                 tensor.register_hook(torch.zeros_like)
         return result
+
+    def _note_arriving(self, key: Key, given: Any) -> None:
+        for leaf in tree_leaves(given):
+            node = leaf.grad_fn if isinstance(leaf, Tensor) else None
+            kind = getattr(type(node), "_forward_cls", None)
+            if kind is not None and leaf.numel() == self.size and key not in self.functions:
+                self.functions[key] = kind.__name__
+                arriving = self.arriving.setdefault(key, [])
+                leaf.register_hook(lambda one, to=arriving: to.append(local_part(one).clone()))

@@ -312,6 +312,10 @@ class Judging:
         is_split = any(len(set(of_step)) > 1 for of_step in self._parts_by_step())
         is_split = is_split and self.request.reference_step is None
         chosen = min(ways, key=lambda way: self._loss_error(ways[way])) if is_split else ""
+        # What all ranks have alike has been reduced before.
+        is_alike = all(len(set(of_step)) == 1 for of_step in ways[""])
+        if is_alike and self._loss_error(ways[chosen]) > EXPLAINED:
+            chosen = ""
         for step, values in enumerate(ways[chosen], 1):
             for run, value in zip(self.runs, values, strict=True):
                 run.steps[step].loss = value
@@ -535,4 +539,5 @@ def _losses_of_parts(runs: Sequence[CodeRun], step: int) -> list[float]:
 
 def _num_calls(traces: Sequence[RankTrace]) -> int:
     """How often modules run in a step."""
-    return max((m.num_calls for trace in traces for m in trace.modules.values()), default=1)
+    calls = [one.num_calls for trace in traces for one in trace.modules.values()]
+    return max([*calls, *(trace.num_repeats for trace in traces)], default=1)

@@ -60,8 +60,9 @@ def wrong_lines(
     for of_rank in gathered(judged):
         wrong |= dict.fromkeys(p for p, s in of_rank.items() if s not in (None, *RIGHT))
         unjudged |= {place for place, state in of_rank.items() if state is None}
-    read = [values.places[number] for number in values.read]
-    some = [*(p for p in read if p in wrong), *(p for p in wrong if p not in read)][:MOST_REDUCED]
+    # All ranks reduce the same values in the same order, first those that a host reads.
+    read = {p for of_rank in gathered([values.places[n] for n in values.read]) for p in of_rank}
+    some = sorted(wrong, key=lambda place: place not in read)[:MOST_REDUCED]
     found = {values.places[number]: pair for number, pair in pairs.items()}
     shares = _shares(tracer, {place: found[place] for place in some if place in found}, some)
     rows: dict[Place, str] = {}

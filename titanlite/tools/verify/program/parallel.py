@@ -227,7 +227,10 @@ class Measuring:
     def _events(self, built: Built, subject: Subject, step: int) -> Events:
         """What records a step."""
         is_watched = step == self.watched
-        kept = self.through.kept if self.through and is_watched else Events()
+        kept = Events()
+        if self.through is not None and is_watched:
+            kept, known = self.through.kept, load(self.folder, step)["output_gradients"]
+            self.through.size = sum(one.numel() for one in known.get(self.through.event, ())[:1])
         kept.arguments = self.record.trace.arguments
         if self.completed is not None and is_watched:
             place, axis, _ = self.completed
@@ -295,7 +298,7 @@ class Measuring:
         trace.left_out, trace.added = left_out(values, reference), added(values, reference)
         trace.groups = {call: tuple(groups) for call, groups in values.groups.items()}
         trace.exchanged, trace.unseen = frozenset(kept.exchanged), values.unseen
-        trace.sent_by_loss = values.sent_by_loss
+        trace.sent_by_loss, trace.unused = values.sent_by_loss, kept.received.unused
         trace.cleared = {line: frozenset(names) for line, names in kept.cleared.items()}
         trace.sent_from = values.lines_sent()
         return trace

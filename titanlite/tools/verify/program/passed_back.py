@@ -32,6 +32,17 @@ def describe_through(
                     "but each uses it for its own part of the work, so its gradient is a share. "
                     f"All-reduce it over {axis} in the backward pass, before it goes on"
                 )
+    for of_line in lines:
+        for axis in e.dims.axes_in_use:
+            arrived = [one.arrived.get(axis) for one in of_line if one.sums]
+            if arrived and all(one is not None and one[1] < EXPLAINED for one in arrived):
+                name = of_line[0].function
+                return (
+                    f"The gradient that arrives at what {name} gives to {of_line[0].line} is each "
+                    f"rank's share: only its sum over {axis} is right. {name}.backward has to add "
+                    f"up what the ranks have, as by a reduce-scatter over {axis}, before each "
+                    "takes its own part"
+                )
     scaled = [(own[0].line, scales) for own in lines if (scales := _scales(own, plain))]
     # Where a collective sends it, that may be the cause. Two parts may each be the wrong one.
     scaled = [one for one in scaled if one[0] in sent] or scaled

@@ -19,6 +19,7 @@ from titanlite.tools.verify.program.gradient_modes import Lines
 from titanlite.tools.verify.program.parallel import Measuring
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import ModelRun, Through, around, is_input, module_of
+from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.tracing import fit, gathered, sum_over_axes
 
 # Of more lines between two tensors, the last.
@@ -64,9 +65,16 @@ def gradients_through(
         share = own - rest if own.shape == rest.shape else torch.zeros_like(own)
         shapes = gathered(tuple(own.shape) if len(own) else None)
         sums = sum_over_axes(blocked.subject, shapes, share.clone)
+        arriving = first.arriving.get(key, [])
+        arrived = sum(arriving, torch.zeros(()))
+        is_there = gathered(tuple(arrived.shape) if arriving else None)
+        whole = load(folder, step)["output_gradients"].get(event, [torch.zeros(())])[0]
+        totals = sum_over_axes(blocked.subject, is_there, arrived.clone)
         found.append(
             Through(
                 *key,
+                function=first.functions.get(key, ""),
+                arrived={a: fit([one], whole, whole) for a, one in totals.items()},
                 digest=first.digests.get(key, ""),
                 scales=tuple(
                     fit([rest, own - rest], part, part) if (own - rest).any() else None

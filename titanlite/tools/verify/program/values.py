@@ -66,7 +66,7 @@ class Values:
     unseen: dict[str, str] = field(default_factory=dict)
     """Call, "" for none -> the first line in it that sends what has a gradient."""
     exchanged: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    """The values that a rank sends or receives -> the line, and the ranks of its group."""
+    """The values that a rank sends, not by a broadcast -> the line, and the ranks of its group."""
     read: dict[int, str] = field(default_factory=dict)
     """The values that the host reads as a number -> the line."""
     passes: list[int] = field(default_factory=list)
@@ -87,7 +87,9 @@ class Values:
         if operator.namespace in COMMUNICATION:
             group = next(filter(None, map(group_of, tree_leaves(given))), None)
             # Ranks that deal out their rows need not have the same.
-            self.note_group(calls, None if "alltoall" in name.replace("_", "") else group, leaves)
+            is_dealt = "alltoall" in name.replace("_", "")
+            sent = [] if "broadcast" in name else leaves
+            self.note_group(calls, None if is_dealt else group, leaves, sent)
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if name == "_local_scalar_dense" and leaves[0] in self._makers:
             self.read.setdefault(self._makers[leaves[0]], line)
@@ -151,11 +153,15 @@ class Values:
             if one is not None and operator_of(place[0]) in OVER_PARTS
         }
 
-    def note_group(self, calls: Sequence[str], group: Any, tensors: Sequence[Tensor]) -> None:
-        """Note that the ranks of a group exchange these inside calls of modules."""
+    def note_group(
+        self, calls: Sequence[str], group: Any, tensors: Sequence[Tensor], sent: Sequence[Tensor]
+    ) -> None:
+        """Note that the ranks of a group exchange tensors inside calls of modules, of which those
+        `sent` may be reduced.
+        """
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         line = line_of_caller(FOREIGN)
-        self.exchanged |= {self._makers[t]: (line, ranks) for t in tensors if t in self._makers}
+        self.exchanged |= {self._makers[t]: (line, ranks) for t in sent if t in self._makers}
         for call in calls:
             self.groups[call].add(ranks)
         # Single numbers are counts, or a loss to print.
