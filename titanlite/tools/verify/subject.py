@@ -136,7 +136,7 @@ class Subject:
         found: dict[str, dict[str, Any]] = {}
         for group in getattr(self.optimizer, "param_groups", ()):
             own = {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str, tuple))}
-            for one in group["params"]:
+            for one in group.get("params", ()):
                 if id(one) in names:
                     state = sorted(map(str, self.optimizer.state.get(one, ())))
                     found[names[id(one)]] = {**own, "the state": state}

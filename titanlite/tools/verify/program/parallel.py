@@ -248,7 +248,7 @@ class Measuring:
 
     def _values_of(self, step: int) -> Values:
         """The values of the optimizer's step on one process."""
-        return load_values(self.folder, f"of{step}")
+        return load_values(self.folder, f"optimizer{step}")
 
     def _start_run(self, subject: Subject, start: Mapping[str, Tensor]) -> CodeRun:
         local, weights = subject.local, subject.compare_weights(start)
@@ -319,11 +319,11 @@ class Measuring:
         """Save weights that are the first to differ on some rank."""
         wrong = [n for n, one in found.weights.items() if not one.difference <= self.tolerance]
         if self.traces and not run.updates and wrong:
-            run.options = options_apart(subject.options(), known["options"])
             path = Path(self.folder) / f"update{self.world.rank}.pt"
             with contextlib.suppress(Exception):
                 file = save_update(path, subject.local, wrong, self.folder, step)
                 run.updates[step] = file
+                run.options = options_apart(subject.options(), known["options"])
 
     @contextlib.contextmanager
     def _observing(self, subject: Subject, kept: Events, step: int) -> Iterator[None]:

@@ -105,7 +105,7 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
                 exits.enter_context(OperatorWatch(of_step, keeps_values=True))
             built.optimizer.step()
         if watched_step in (step, step + 1):
-            of_step.values.save(folder, f"of{step}")
+            of_step.values.save(folder, f"optimizer{step}")
         after = fingerprint(local)
         outputs, num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
         of_outputs = {call: kept.gradients_of(call) for call in outputs}

@@ -190,9 +190,9 @@ class Values:
         """The values from which one is computed."""
         return [self.tensors[one] for one in self.sources[number]] or [self.inputs[number]]
 
-    def save(self, folder: str, of: str = "values") -> None:
+    def save(self, folder: str, name: str = "values") -> None:
         """Save what the ranks compare theirs with."""
-        save_temporary({name: getattr(self, name) for name in SAVED}, Path(folder) / f"{of}.pt")
+        save_temporary({key: getattr(self, key) for key in SAVED}, Path(folder) / f"{name}.pt")
 
     def _copy(self, operator: Any, value: Tensor) -> Tensor | None:
         is_open = operator.namespace in COMMUNICATION and operator is not WAIT
@@ -219,9 +219,9 @@ def _numbers_in(operator: Any, given: tuple[Any, Any]) -> dict[str, Number]:
     return found
 
 
-def load_values(folder: str, of: str = "values") -> Values:
+def load_values(folder: str, name: str = "values") -> Values:
     """Those that one process has saved."""
-    known = Values(**torch.load(Path(folder) / f"{of}.pt", mmap=True, weights_only=True))
+    known = Values(**torch.load(Path(folder) / f"{name}.pt", mmap=True, weights_only=True))
     for number, (key, _) in enumerate(known.places):
         known.of[key].append(number)
     return known
