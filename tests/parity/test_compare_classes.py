@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
@@ -98,6 +99,29 @@ class Odd(Gated):
         return torch.stack([self.often(tokens)]).clamp(min=1)[0][tokens]
 
 
+class Fused(nn.Module):
+    """A gate and a value in one matrix; each rank of a mesh has its part of both."""
+
+    def __init__(self, mesh=None):
+        super().__init__()
+        self.mesh, self.embed = mesh, nn.Embedding(VOCAB, DIM)
+        self.both, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(2 * DIM, VOCAB, bias=False)
+        for p in () if mesh is None else (self.both.weight, self.both.bias):
+            p.data = torch.cat([own.chunk(2)[mesh.get_rank()] for own in p.data.chunk(2)])
+        if mesh is not None:
+            self.down.weight.data = self.down.weight.data.chunk(2, 1)[mesh.get_rank()].clone()
+
+    def forward(self, tokens, mask):
+        x = self.embed(tokens)
+        if self.mesh is not None:
+            x = DTensor.from_local(x, self.mesh).to_local(grad_placements=[Partial()])
+        gate, value = self.both(x).chunk(2, -1)
+        x = self.down(gate.sigmoid() * value)
+        return (
+            x if self.mesh is None else DTensor.from_local(x, self.mesh, [Partial()]).full_tensor()
+        )
+
+
 def odd(fault):
     model = Odd(fault)
     hooks = {
@@ -133,11 +157,12 @@ def averaged(model, batch, fault=""):
 
 
 def microbatches(model, batch, fault=""):
-    """Two microbatches, of the mask, too, or in another order with one gradient doubled."""
+    """Two microbatches, of the mask, too; turned, with one gradient doubled; only of modules."""
     order = torch.arange(7, -1, -1) if fault == "turned" else torch.arange(8)
     parts = {name: value[order].chunk(2) for name, value in batch.items()}
     parts |= {"mask": MASK.chunk(2)} if fault == "mask" else {}
-    values = [loss(model, {n: part[i] for n, part in parts.items()}) / 2 for i in range(2)]
+    forward = model.forward if fault == "modules" else model
+    values = [loss(forward, {n: part[i] for n, part in parts.items()}) / 2 for i in range(2)]
     sum(values).backward()
     if fault == "turned":
         model.head.weight.grad *= 2
@@ -174,6 +199,12 @@ FAULTS = {
     "cut": (FROZEN, lambda: FROZEN("cut"), {}, "output of body is in a reentrant checkpoint, on"),
     "counts": (Model, PLAIN, {}, r"too large by a factor of their own.* is in \['tokens'\]"),
     "gates": (Model, lambda: Model("gates"), {}, "gate of experts.0.* are right for experts.1 on"),
+    "modules": (
+        Model,
+        lambda: Model("gates"),
+        {"step": partial(microbatches, fault="modules")},
+        "^the input gate of experts.0 is the first",
+    ),
     "rows": (PLAIN, PLAIN, ROWS, "In these rows the part of rank 0 is missing"),
     "mask": (Model, Model, {"step": partial(microbatches, fault="mask")}, r"is \[1, 6, 8\], \[2"),
     "turned": (Model, Model, {"step": partial(microbatches, fault="turned")}, "^the gradient of h"),
@@ -186,7 +217,7 @@ FAULTS = {
     ),
 }
 GIVEN = {"batches": BATCHES, "loss": loss, "ranks": {"dp": 2}}
-OFTEN = ("tied", "rows", "mask", "turned")
+OFTEN = ("tied", "rows", "modules", "turned")
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +236,13 @@ def test_the_kind_of_fault_is_named(comparer, name):
     assert re.search(cause, found.cause), "\n".join(found.findings)
 
 
-@pytest.mark.parametrize("options", [{"split": "dp", "step": averaged}, {"step": microbatches}])
-def test_without_a_fault_it_agrees(comparer, options):
-    comparer.compare(PLAIN, PLAIN, **GIVEN, **options).check()
+@pytest.mark.parametrize(
+    ("plain", "parallel", "options"),
+    [
+        (PLAIN, PLAIN, {"split": "dp", "step": averaged}),
+        (PLAIN, PLAIN, {"step": microbatches}),
+        (Fused, Fused, {}),
+    ],
+)
+def test_without_a_fault_it_agrees(comparer, plain, parallel, options):
+    comparer.compare(plain, parallel, **GIVEN, **options).check()

@@ -42,6 +42,9 @@ from titanlite.tools.verify.record import first_call, is_input, module_of, name_
 # The code through which an operator calls a mode.
 OF_MODES = (f"{PACKAGE}{os.sep}", eval_frame.__file__, _compile.__file__)
 
+# What counts the calls of a model itself, beside those of its modules.
+MODEL = "the model"
+
 
 class Events:
     """The tensors of one step, of a training step unless `is_training` is false."""
@@ -56,6 +59,10 @@ class Events:
         self.pending_inputs: dict[str, None] = {}
         self.arguments: Mapping[str, Sequence[str]] = {}
         """Module -> the reference's names of what it receives, for one that names all otherwise."""
+        self.num_known: Mapping[str, int] = {}
+        """Module -> how often the reference calls it in a forward pass."""
+        self.repeated: set[str] = set()
+        """Modules that it calls several times, and that are called apart from the model here."""
         self.num_runs: dict[str, int] = {}
         """Every module that is watched -> how often it ran."""
         self.at_start: Callable[[], Any] | None = None
@@ -95,6 +102,16 @@ class Events:
         # Whether it calls one on the way to the next tensor, and a gradient has just arrived.
         self._has_exchanged = self._has_arrived = False
         self._now: dict[str, None] = {}
+
+    def name(self, module: str, calls: Counter[str]) -> str:
+        """The name of a module's next call. A schedule that calls the modules of a model, and not
+        the model, begins anew with each microbatch.
+        """
+        number, known = calls[module] + 1, self.num_known.get(module)
+        if known and number > known and not calls[MODEL]:
+            number = (number - 1) % known + 1
+            self.repeated |= {module} if known > 1 else set()
+        return name_call(module, number)
 
     def enter(
         self, module: nn.Module, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,8 +180,8 @@ class Events:
             if is_again:
                 self.again[name].append(local_part(value.detach()).detach().cpu().clone())
                 return
+            call = self.name(name, num_calls)
             num_calls[name] += 1
-            call = name_call(name, num_calls[name])
             self._note(call, value, value)
             if self.finds_flow:
                 self.flow[call] |= dict.fromkeys(self._without_gradient.get(call, ()))
@@ -401,7 +418,7 @@ def recorded(
             hooks.append(
                 module.register_forward_pre_hook(
                     lambda module, args, kwargs, name=name, calls=num_calls: kept.enter(
-                        module, name_call(name, calls[name] + 1), args, kwargs
+                        module, kept.name(name, calls), args, kwargs
                     ),
                     with_kwargs=True,
                     prepend=before_hooks,
@@ -420,9 +437,12 @@ def recorded(
                         lambda module, args, name=name: _note_pending(kept, name, args)
                     )
                 )
-        hooks.append(
-            part.register_forward_pre_hook(lambda *_, calls=num_calls: calls.clear(), prepend=True)
-        )
+
+        def begin(*_: Any, calls: Counter[str] = num_calls) -> None:
+            calls.clear()
+            calls[MODEL] = 1
+
+        hooks.append(part.register_forward_pre_hook(begin, prepend=True))
     try:
         yield kept
     finally:

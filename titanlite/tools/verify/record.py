@@ -392,8 +392,6 @@ class RankTrace:
     """What modules receive or return in a layout that fits no part of the reference's."""
     accumulated: dict[str, int] = field(default_factory=dict)
     """Parameter -> how often a backward pass adds to its gradient, of other code."""
-    num_repeats: int = 1
-    """How often modules run for each of their runs on one process, outside a run of the model."""
     lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """What a module receives or returns -> the lines of code that ran just before."""
     lines_backward: dict[str, tuple[str, ...]] = field(default_factory=dict)

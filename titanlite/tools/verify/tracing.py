@@ -14,7 +14,6 @@ from __future__ import annotations
 import abc
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -117,12 +116,14 @@ class Tracer(abc.ABC):
                 continue
             found[event], self.chosen[event] = compared
             found[event].recomputed = kept.recomputed_difference(first_call(event))
-        # Where only a model's modules are called, for each microbatch or in an order of its own, it
-        # is not known which call is which.
+        # Of a module that one process calls several times, but not so often, it is not known which
+        # call is which.
         often = {first_call(event) for event in kept.first if event not in known["outputs"]}
-        for event in [e for e, one in found.items() if first_call(e) in often and one.wrong_calls]:
-            del found[event]
-            left.append(event)
+        for event, one in list(found.items()):
+            is_known = first_call(event) not in often and module_of(event) not in kept.repeated
+            if one.wrong_calls and not is_known:
+                del found[event]
+                left.append(event)
         for event in self._harmless({event: not o.wrong_calls for event, o in found.items()}):
             found[event].wrong_calls, found[event].is_other = (), True
         for event, shape in kept.shapes.items():
@@ -143,7 +144,6 @@ class Tracer(abc.ABC):
             summed_gradients=sum_gradients(self.subject, names, known["gradients"]),
             pending_inputs=tuple(kept.pending_inputs),
             not_compared=tuple(left),
-            num_repeats=_num_repeats(kept.first, known["outputs"]),
             accumulated=dict(kept.accumulated),
             lines=kept.lines,
             lines_backward=kept.lines_backward,
@@ -351,15 +351,6 @@ class Tracer(abc.ABC):
                 one = compare(both)
                 if axis not in batch and one.difference < found[axis].difference:
                     found[axis] = one
-
-
-def _num_repeats(own: Iterable[str], known: Iterable[str]) -> int:
-    """How many calls of each module there are for each of one process, if always as many; or 1."""
-    here, there = (
-        Counter(first_call(one) for one in some if not is_input(one)) for some in (own, known)
-    )
-    found = {here[name] / number for name, number in there.items() if name in here}
-    return int(found.pop()) if len(found) == 1 else 1
 
 
 def _adds_others(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[int, int] | None:

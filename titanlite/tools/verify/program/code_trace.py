@@ -28,6 +28,7 @@ from titanlite.ranks.temporary import save_temporary
 from titanlite.tools.verify.agreement import agreement, dense, without_padding, wrong_places
 from titanlite.tools.verify.events import Events
 from titanlite.tools.verify.program.batches import Where
+from titanlite.tools.verify.program.local_parts import FusedCut
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Agreement, ModuleOutput, called_by, is_input, module_of
 from titanlite.tools.verify.tracing import Compared, Select, Tracer, gathered, in_all
@@ -55,7 +56,7 @@ class CodeTracer(Tracer):
     sizes: dict[int, list[int]] = field(default_factory=dict, kw_only=True)
     """Number of microbatches -> how many of the rank's rows each of them has."""
     layouts: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
-    """Numbers of rows, the rank's and all -> which of all rows a tensor had, which others may."""
+    """FusedCut of rows, the rank's and all -> which of all rows a tensor had, which others may."""
     orders: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
     """The same, of what modules receive and return, in a step whose lines are watched."""
     features: Tensor | None = field(default=None, kw_only=True)
@@ -98,8 +99,12 @@ class CodeTracer(Tracer):
         return compared
 
     def _declared(self, module: str) -> Tensor | None:
-        """Which rows of the reference's weight a module has, if the caller's `shard` says so."""
-        return None if self.request.shard is None else self._rows_held(f"{module}.weight")
+        """Which rows of the reference's weight a module has, if these are no chunk that follows
+        from the sizes alone.
+        """
+        name = f"{module}.weight"
+        is_fused = name in self.subject.local and isinstance(self.subject.local[name].cut, FusedCut)
+        return self._rows_held(name) if is_fused or self.request.shard is not None else None
 
     def _rows_held(self, name: str) -> Tensor | None:
         """Which rows of the reference's matrix this rank has; None if it has parts of rows."""
@@ -118,7 +123,8 @@ class CodeTracer(Tracer):
             self.sizes.setdefault(len(calls), sizes)
         chosen: list[Select] = []
         found: list[Agreement] = []
-        is_moved, elsewhere, is_padded = False, "", False
+        is_moved, is_chosen, elsewhere, is_padded = False, False, "", False
+        has_some = self.where is not None and len(calls) > 1 and sum(sizes) < len(self.where.rows)
         for index, call in enumerate(calls):
             whole = known[index] if len(known) == len(calls) else known[0]
             share = (index, len(calls)) if len(known) == 1 else (0, 1)
@@ -138,8 +144,10 @@ class CodeTracer(Tracer):
                 if moved is not None:
                     if best is not None and self._tokens(whole, share) is not None:
                         elsewhere = "the rows or columns of one process, in another order"
-                    is_moved = True
                     best = agreement(call, moved(whole), whole), moved
+                    # A pipeline in two directions has some microbatches in each of its stages.
+                    is_some = has_some and _is_block(_batch_rows(moved, call, whole))
+                    is_chosen, is_moved = True, is_moved or not is_some
             if best is None:
                 return None
             found.append(best[0])
@@ -150,7 +158,7 @@ class CodeTracer(Tracer):
         ]
         output = in_all(found, wrong)
         output.is_moved, output.elsewhere, output.is_padded = is_moved, elsewhere, is_padded
-        if is_moved and len(known) == 1:
+        if is_chosen and len(known) == 1:
             both = zip(chosen, calls, strict=True)
             rows = [row for one, call in both for row in _batch_rows(one, call, known[0])]
             output.rows, output.num_rows = tuple(rows), len(known[0]) * (len(rows) == sum(sizes))
@@ -448,6 +456,10 @@ def _batch_rows(select: Select, call: Tensor, whole: Tensor) -> list[int]:
     numbers = (select(torch.arange(1, whole.numel() + 1).view(whole.shape)) - 1) // whole[0].numel()
     # A first token, say, may be that of several rows. Padding, which is 0, becomes row -1: none.
     return list(numbers.flatten(1).mode(1).values.tolist())
+
+
+def _is_block(rows: Sequence[int]) -> bool:
+    return bool(rows) and list(rows) == list(range(rows[0], rows[0] + len(rows)))
 
 
 def _take_rows(rows: Tensor, feature: tuple[int, int], shape: torch.Size, whole: Tensor) -> Tensor:

@@ -386,9 +386,11 @@ def explain_cover(e: PartEvidence) -> Iterator[str]:
         return
     if len(parts) == 1 and (given := next(iter(parts))) and given[2] == (*range(given[0]),):
         # Ranks that are given the whole batch take their part in the step: the model shows which.
-        own = [[o for o in t.events.values() if o.num_rows == given[0]][-1:] for t in e.traces]
+        # Pipelines in both directions have other rows in each of a rank's stages.
+        own = [{o.rows for o in t.events.values() if o.num_rows == given[0]} for t in e.traces]
         if len(own) == len(e.runs) and all(own):
-            parts = {(given[0], given[1], one.rows, given[3]) for (one,) in own}
+            read = (tuple(sorted(row for one in of_rank for row in one)) for of_rank in own)
+            parts = {(given[0], given[1], one, given[3]) for one in read}
     counts: Counter[int] = Counter()
     num_rows = num_columns = 0
     for part in parts:
@@ -484,9 +486,15 @@ def explain_frozen(e: PartEvidence) -> Iterator[str]:
 
 def explain_mixed(e: PartEvidence) -> Iterator[str]:
     """Gradients that contain those of other parameters."""
-    if names := [name for name in e.failed("gradient") if name in e.fits.mixed]:
+    wrong = e.failed("gradient")
+    if names := [name for name in wrong if name in e.fits.mixed]:
         first, others = names[0], listed(e.fits.mixed[names[0]], 3)
         many = f", and likewise {len(names) - 1} more" * (len(names) > 1)
+        # What smaller ones, such as biases, are sums of does not follow from so few elements.
+        runs = (run for run in e.runs if isinstance(run, CodeRun))
+        sizes = {name: number for run in runs for name, number in run.sizes.items()}
+        least = min(sizes.get(name, 0) for name in names)
+        names += [n for n in wrong if n not in names and sizes.get(n, least) < least]
         yield Explained(
             f"the gradient of {first} contains that of {others}{many}: ranks add up gradients of "
             "different parameters. Look at which a bucket or stage has on each rank, and in which "
@@ -806,10 +814,10 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_loss_of_code,),
     (explain_without_gradient,),
     (explain_lost,),
+    (explain_mixed,),
     (explain_backward,),
     (explain_accumulated,),
     (explain_clipped,),
-    (explain_mixed,),
     (explain_gradients,),
     (explain_rows,),
     (explain_norm_alone,),

@@ -404,15 +404,17 @@ class Judging:
             with contextlib.suppress(RankError):
                 what = self.packed, self.folder, step, files, count
                 parts = self.pools.alone(on_rank.reference.find_shares, *what)
-            number = 0 if parts is None else sum(map(parts.explains, wrong))
-            if parts is not None and number > most:
-                parts.mixed = parts.mixed or evidence.fits.mixed
+            if parts is None:
+                continue
+            mixed, number = parts.mixed or evidence.fits.mixed, sum(map(parts.explains, wrong))
+            if number > most:
                 most, evidence.fits = number, parts
                 evidence.parts = [
                     (ranks, index if count > 1 else None)
                     for ranks in by_part.values()
                     for index in range(count)
                 ]
+            evidence.fits.mixed = mixed
         if all(files) and (left := [name for name in wrong if not evidence.fits.explains(name)]):
             with contextlib.suppress(RankError):
                 asked = self.packed, self.folder, step, files, left
@@ -539,5 +541,4 @@ def _losses_of_parts(runs: Sequence[CodeRun], step: int) -> list[float]:
 
 def _num_calls(traces: Sequence[RankTrace]) -> int:
     """How often modules run in a step."""
-    calls = [one.num_calls for trace in traces for one in trace.modules.values()]
-    return max([*calls, *(trace.num_repeats for trace in traces)], default=1)
+    return max((one.num_calls for t in traces for one in t.modules.values()), default=1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +12,15 @@ from torch import Tensor, nn
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
+from titanlite.tools.verify.agreement import digest_of
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.subject import Cut, LocalPart
 from titanlite.tools.verify.tracing import gathered
 from titanlite.tools.verify.wording import listed
 
 MOST_PROBLEMS = 4
+# Of larger tensors no slices are looked for.
+MOST_ELEMENTS = 1 << 24
 
 
 def find_parts(
@@ -36,7 +40,9 @@ def find_parts(
     given_axes = {split} if isinstance(split, str) else split
     split_axes: Collection[str] = () if given_axes is None or callable(given_axes) else given_axes
     given = {name: declared(name) if declared is not None else None for name in parameters}
-    chunks = _chunks({n: p for n, p in parameters.items() if given[n] is None}, start, grid, rank)
+    undeclared = {n: p for n, p in parameters.items() if given[n] is None}
+    chunks = _chunks(undeclared, start, grid, rank)
+    fused = _fused(undeclared, start, chunks, grid, rank)
     # Of axes that fit, the one of other tensors; code seldom shards over an axis that cuts batches.
     used = {axes[0] for _, axes in chunks.values() if len(axes) == 1}
     local: dict[str, LocalPart] = {}
@@ -47,6 +53,8 @@ def find_parts(
         try:
             if given[name] is not None:
                 cut = _declared(name, given[name], grid, rank)
+            elif name in fused:
+                cut = fused[name]
             elif parameter.shape != shape:
                 dim, axes = chunks.get(name, (0, []))
                 choices = (
@@ -125,6 +133,75 @@ def _chunks(
         same = [a for a in axes if all(a in of_rank.get(name, axes) for of_rank in everyone)]
         found[name] = dim, same or axes
     return found
+
+
+@dataclass(frozen=True)
+class FusedCut:
+    """A cut that takes some numbers of a dimension."""
+
+    dim: int
+    numbers: Tensor
+
+    def __call__(self, whole: Tensor) -> Tensor:
+        """These numbers of the reference's tensor."""
+        return whole.index_select(self.dim, self.numbers)
+
+
+def _fused(
+    parameters: Mapping[str, nn.Parameter],
+    start: Mapping[str, Tensor],
+    chunks: Mapping[str, tuple[int, list[str]]],
+    grid: Grid,
+    rank: int,
+) -> dict[str, FusedCut]:
+    """The parameters whose starting values say that several matrices, stacked in one tensor, are
+    cut each for itself, such as queries, keys and values.
+
+    A bias, which may be zero everywhere, is cut as the weight of its module.
+    """
+    found: dict[str, FusedCut] = {}
+    places = grid.coordinates(rank)
+    for name, (dim, axes) in sorted(chunks.items(), key=lambda one: -start[one[0]].ndim):
+        parameter = parameters[name]
+        if parameter.is_meta or start[name].numel() > MOST_ELEMENTS:
+            continue
+        whole = start[name]
+        own = parameter.detach().to(whole)
+        if any(torch.equal(own, whole.chunk(grid.degrees[a], dim)[places[a]]) for a in axes):
+            continue
+        weight = found.get(f"{name.rpartition('.')[0]}.weight")
+        if weight is not None and whole.ndim == 1 and weight.dim == 0:
+            if len(weight.numbers) == len(own) and torch.equal(own, weight(whole)):
+                found[name] = weight
+            continue
+        numbers = _numbers_of(own, whole, dim)
+        if any(_is_of_sections(numbers, places[axis], grid.degrees[axis]) for axis in axes):
+            found[name] = FusedCut(dim, torch.tensor(numbers))
+    return found
+
+
+def _numbers_of(own: Tensor, whole: Tensor, dim: int) -> list[int]:
+    """Which slices of a tensor along a dimension another one has; none if that is not clear."""
+    mine, known = (
+        [digest_of(one) for one in tensor.movedim(dim, 0).contiguous()] for tensor in (own, whole)
+    )
+    numbers = {digest: number for number, digest in enumerate(known)}
+    is_clear = len(numbers) == len(known) and set(mine) <= numbers.keys()
+    return [numbers[digest] for digest in mine] if is_clear else []
+
+
+def _is_of_sections(numbers: Sequence[int], index: int, count: int) -> bool:
+    """Whether numbers are those of the chunk `index` of `count` of each of several sections."""
+    start = before = 0
+    while start < len(numbers):
+        end = start + 1
+        while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
+            end += 1
+        if numbers[start] != count * before + index * (end - start):
+            return False
+        before += end - start
+        start = end
+    return bool(numbers)
 
 
 def _declared(name: str, given: Any, grid: Grid, rank: int) -> Cut:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -50,6 +51,8 @@ from titanlite.tools.verify.record import (
     RankStep,
     RankTrace,
     WrongLine,
+    is_input,
+    module_of,
 )
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import LocalParts, Subject
@@ -232,6 +235,8 @@ class Measuring:
             kept, known = self.through.kept, load(self.folder, step)["output_gradients"]
             self.through.size = sum(one.numel() for one in known.get(self.through.event, ())[:1])
         kept.arguments = self.record.trace.arguments
+        outputs = (event for event in self.record.trace.events if not is_input(event))
+        kept.num_known = Counter(map(module_of, outputs))
         if self.completed is not None and is_watched:
             place, axis, _ = self.completed
             kept.values.completed = place, subject.groups[axis]
