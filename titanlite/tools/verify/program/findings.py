@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.verify.dataflow import (
@@ -387,9 +388,9 @@ def explain_cover(e: PartEvidence) -> Iterator[str]:
     if len(parts) == 1 and (given := next(iter(parts))) and given[2] == (*range(given[0]),):
         # Ranks that are given the whole batch take their part in the step: the model shows which.
         # Pipelines in both directions have other rows in each of a rank's stages.
-        own = [{o.rows for o in t.events.values() if o.num_rows == given[0]} for t in e.traces]
+        own = [[o.rows for o in t.events.values() if o.num_rows == given[0]] for t in e.traces]
         if len(own) == len(e.runs) and all(own):
-            read = (tuple(sorted(row for one in of_rank for row in one)) for of_rank in own)
+            read = ((*every[-1], *sorted({*chain(*every)} - {*every[-1]})) for every in own)
             parts = {(given[0], given[1], one, given[3]) for one in read}
     counts: Counter[int] = Counter()
     num_rows = num_columns = 0
