@@ -1,6 +1,7 @@
 """The device mesh of a plan: one process group per axis, and the sub-mesh of each parallelism."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -117,7 +118,7 @@ def _build_token_mesh(
     ranks = world.mesh.permute([names.index(name) for name in order])
     # The last dimensions are those of `dp`.
     ranks = ranks.reshape(-1, *dp.shape)
-    groups = []
+    groups: list[Any] = []
     for dim in range(1, ranks.ndim):
         rows = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim)).tolist()
         groups.append(dist.new_subgroups_by_enumeration(rows)[0])

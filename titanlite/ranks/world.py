@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.ranks import settings
 from titanlite.ranks.attempt import agree_on_attempt
 from titanlite.ranks.launch import THREADS, Place
 from titanlite.ranks.machine import num_cores
-from titanlite.ranks.settings import keeping_freed_memory, own_settings, prepare_process
 from titanlite.ranks.temporary import writing
 from titanlite.ranks.thread_group import ThreadGroup
 from titanlite.ranks.unwatched import Unwatched
@@ -91,9 +91,9 @@ def open_world(
             yield world
         return
     with contextlib.ExitStack() as exits:
-        exits.enter_context(own_settings())
-        exits.enter_context(keeping_freed_memory())
-        prepare_process(
+        exits.enter_context(settings.own_settings())
+        exits.enter_context(settings.keeping_freed_memory())
+        settings.prepare_process(
             one_node=place.is_one_node,
             num_recorded=trace_buf_size,
             num_threads=max(1, num_cores() // place.local_world_size),
@@ -115,14 +115,16 @@ def open_world(
         if store is not None:
             of_watch = (place, store, init_timeout_seconds, traces, describe_place)
             watch = exits.enter_context(watching(*of_watch, on_gpu=device_type == "cuda"))
-        dist.init_process_group(
-            backend,
-            **meeting,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-            device_id=device if device_type == "cuda" else None,
-        )
+        # A rank that has nothing to do must not leave while another still connects to it.
+        with settings.environment(TORCH_DIST_INIT_BARRIER="1"):
+            dist.init_process_group(
+                backend,
+                **meeting,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
+                device_id=device if device_type == "cuda" else None,
+            )
         yield World(
             place.rank, place.world_size, place.local_rank, place.local_world_size, device, watch
         )

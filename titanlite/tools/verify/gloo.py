@@ -35,4 +35,4 @@ def share_device() -> None:
                 setattr(options, name, value)
             return gloo(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]
+    vars(distributed_c10d)["ProcessGroupGloo"] = OnSharedDevice
