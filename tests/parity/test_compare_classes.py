@@ -93,6 +93,8 @@ class Odd(Gated):
 
     def scale(self, scores):
         scores = scores.detach() if self.fault == "detach" else scores
+        if self.fault == "back":
+            scores = scores.detach() + (turned := scores.roll(1, 0)) - turned.detach()
         return (3 if self.fault == "number" else 2) * scores.square().mean()
 
     def weights(self, tokens):
@@ -190,6 +192,7 @@ FAULTS = {
     "operand": (Gated, partial(odd, "operand"), {}, r"something else is .*result of .*\(biased"),
     "number": (Gated, partial(odd, "number"), {}, "computes mul with 3, on one process 2"),
     "detach": (Gated, partial(odd, "detach"), {}, "reads the result of .*detach.* has no gradient"),
+    "back": (Gated, partial(odd, "back"), {}, r"comes back to [^:]*:\d+ \(scores = scores\.det"),
     "old": (Gated, partial(odd, "old"), {}, "^head is .* of before the update of step 1"),
     "shift": (Gated, partial(odd, "shift"), {}, r"mostly gives the row of that index \+1"),
     "share": (Gated, partial(odd, "share"), {"split": "dp"}, "bincount.* only the sum over dp is"),

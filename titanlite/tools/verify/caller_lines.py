@@ -19,6 +19,16 @@ FOREIGN = (*OF_PYTHON, f"{PACKAGE}{os.sep}")
 """Code in these folders is not that of a caller of titanlite."""
 
 
+def is_running(path: str, part: str = "") -> bool:
+    """Whether a function of a file or folder, with `part` in its name, is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(path) and part in frame.f_code.co_name:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def line_of_caller(foreign: tuple[str, ...]) -> str:
     """The line of code that is running, outside the folders `foreign`."""
     frame = sys._getframe(1)

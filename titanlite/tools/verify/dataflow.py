@@ -111,6 +111,13 @@ def _moved_to_the_end(e: Evidence, order: Sequence[str], outputs: Collection[int
     """Tokens in an order that may be meant, of which nothing else is wrong."""
     first, last = order[0], order[-1]
     where = e.where(outputs, e.ranks_with(lambda t: first in t.events))
+    for line in (line for trace in e.watched for line in trace.numbers if e.failed("loss")):
+        ((what, own, known),) = line.numbers
+        return (
+            f"{line.line} computes {what} {own:.6g}, on one process {known:.6g}: does it count "
+            "what the rank, or the microbatch, has of its own? Up to there everything is right, "
+            "with rows or columns in another order"
+        )
     return (
         f"from {describe_event(first)} to {describe_event(last)} everything is right, {where}, but "
         "has the rows or columns of one process in another order. If that order is intended, what "
@@ -232,11 +239,11 @@ def _carried(e: Evidence, first: str, ranks: Collection[int]) -> str:
     ]
     if not found:
         return ""
-    line, source = found[0]
-    return (
-        f". There {line} reads what an earlier microbatch has left in {source}: keep one of its "
-        "own for each microbatch"
-    )
+    line, source, writes = found[0]
+    why = "keep one of its own for each microbatch"
+    if writes:
+        why = "change it once a step, after the last microbatch, from what all of them have"
+    return f". There {line} reads what an earlier microbatch has left in {source}: {why}"
 
 
 def _how_it_runs(e: Evidence, first: str, ranks: Collection[int]) -> Iterator[str]:
@@ -664,7 +671,7 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         if last in partial:
             place += f": its sum over {partial[last]} is correct, so it is still Partial. "
             place += f"All-reduce it over {partial[last]} in that backward pass"
-        unseen, is_named = _unseen(e, ""), last in partial or e.returned
+        unseen, is_named = _unseen(e, ""), last in partial or e.returned or e.passed_on
         place += unseen or ("" if is_named else _sent_by_loss(e, last))
     elif from_partial:
         axis = partial[from_partial[0]]
@@ -702,7 +709,8 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     how = how or _unused(e, last)
     returned = "" if unseen else e.returned
     lines = "" if returned else e.lines_before(last, list(found), is_backward=True)
-    code = returned or (f"The code there{lines}" if lines else "")
+    passed_on = "" if partial or how or unseen else e.passed_on
+    code = returned or (f"The code there{lines}" if lines else passed_on)
     yield ". ".join(filter(None, [start, place, how, code]))
 
 

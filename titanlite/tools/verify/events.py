@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement, is_pending
-from titanlite.tools.verify.caller_lines import FOREIGN, PACKAGE, line_of_caller
+from titanlite.tools.verify.caller_lines import FOREIGN, PACKAGE, is_running, line_of_caller
 from titanlite.tools.verify.program.received import Received
 from titanlite.tools.verify.program.values import COMMUNICATION, Values
 from titanlite.tools.verify.record import first_call, is_input, module_of, name_call, name_input
@@ -183,6 +183,7 @@ class Events:
             call = self.name(name, num_calls)
             num_calls[name] += 1
             self._note(call, value, value)
+            self.values.note_output(call, value)
             if self.finds_flow:
                 self.flow[call] |= dict.fromkeys(self._without_gradient.get(call, ()))
 
@@ -233,7 +234,7 @@ class Events:
         place = len(self.first[event])
         self.first[event].append(local_part(value.detach()).detach().cpu().clone())
         self.requires_grad[event] = value.requires_grad
-        if not torch.is_grad_enabled() and _calls(checkpoint.__file__, "forward"):
+        if not torch.is_grad_enabled() and is_running(checkpoint.__file__, "forward"):
             self.checkpointed.add(event)
         if isinstance(value, DTensor):
             self.shapes[event] = value.shape
@@ -506,15 +507,4 @@ def _can_be_aliased(value: Tensor) -> bool:
 
 def _infers_shapes() -> bool:
     """Whether torch's PipelineStage calls the module on memory without values, to learn shapes."""
-    return _calls(stage.__file__, "inference")
-
-
-def _calls(file: str, part: str) -> bool:
-    """Whether a function of this file, with `part` in its name, is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == file and part in code.co_name:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return is_running(stage.__file__, "inference")

@@ -60,6 +60,9 @@ class Evidence:
     for it to be right, in a sentence.
     """
 
+    passed_on: str = ""
+    """Between which lines a gradient becomes wrong, in a sentence."""
+
     evaluates: bool = False
     """Whether the traces are of a validation, not of a step."""
     later: int | None = None

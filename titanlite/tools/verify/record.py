@@ -398,6 +398,8 @@ class RankTrace:
     """The same for the gradients of these tensors."""
     over_parts: dict[tuple[Key, int], tuple[int, ...]] = field(default_factory=dict)
     """The values that may need the other ranks' parts, with their shapes."""
+    numbers: tuple[WrongLine, ...] = ()
+    """The lines outside modules that are given other numbers than on one process."""
     wrong_lines: tuple[WrongLine, ...] = ()
     """The first lines whose results are wrong, of other code."""
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
@@ -413,13 +415,17 @@ class RankTrace:
     """What has a gradient for which the backward pass called a collective."""
     unused: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """A line that receives in the backward pass -> the parts with which nothing is computed."""
+    wrong_gradient: tuple[str, ...] = ()
+    """The line of the caller's code whose result is the first in the backward pass with a wrong
+    gradient, and the lines that read it, whose results have right ones.
+    """
     without_gradient: tuple[str, ...] = ()
     """A call, its line whose result has a gradient on one process alone, and what reads it."""
     recomputed_apart: tuple[str, ...] = ()
     """Lines that the backward pass computes again, with other values than in the forward pass."""
     overwritten: tuple[str, ...] = ()
     """Lines that save for the backward pass what is another tensor when that reads it."""
-    carried: dict[str, tuple[str, str]] = field(default_factory=dict)
+    carried: dict[str, tuple[str, str, bool]] = field(default_factory=dict)
     """Call -> a line in it that reads what an earlier microbatch computes, and in which line."""
     left_out: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Call of a module -> an operator in it that one process alone runs, and its line."""

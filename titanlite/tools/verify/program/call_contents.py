@@ -71,11 +71,11 @@ def _apart(own: Operators, theirs: Operators) -> dict[str, tuple[str, str]]:
     return found
 
 
-def carried(values: Values, num_microbatches: int) -> dict[str, tuple[str, str]]:
+def carried(values: Values, num_microbatches: int) -> dict[str, tuple[str, str, bool]]:
     """For calls of modules, the first line that reads what an earlier microbatch computes in
-    another line, with that.
+    another line, with that, and whether it writes there what was there before.
     """
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, tuple[str, str, bool]] = {}
     if num_microbatches < 2 or values.num_passes % num_microbatches:
         return found
     per_microbatch = values.num_passes // num_microbatches
@@ -83,7 +83,9 @@ def carried(values: Values, num_microbatches: int) -> dict[str, tuple[str, str]]
     for number, ((call, line, _), _) in enumerate(values.places):
         for source in values.sources[number]:
             if call and 0 <= index[source] < index[number]:
-                found.setdefault(call, (line, values.places[source][0][1]))
+                there = values.places[source][0]
+                writes = operator_of(there).endswith("_")
+                found.setdefault(call, (line, there[1], writes))
     return found
 
 

@@ -28,7 +28,7 @@ from titanlite.ranks.temporary import save_temporary
 from titanlite.tools.verify.agreement import agreement, dense, without_padding, wrong_places
 from titanlite.tools.verify.events import Events
 from titanlite.tools.verify.program.batches import Where
-from titanlite.tools.verify.program.local_parts import FusedCut
+from titanlite.tools.verify.program.local_parts import FusedCut, numbers_of
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Agreement, ModuleOutput, called_by, is_input, module_of
 from titanlite.tools.verify.tracing import Compared, Select, Tracer, gathered, in_all
@@ -59,6 +59,8 @@ class CodeTracer(Tracer):
     """FusedCut of rows, the rank's and all -> which of all rows a tensor had, which others may."""
     orders: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
     """The same, of what modules receive and return, in a step whose lines are watched."""
+    subsets: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
+    """Numbers of indices, the rank's and all -> which it has, as of the edges of a graph."""
     features: Tensor | None = field(default=None, kw_only=True)
     """Which features of the reference's the output that is compared has, if declared."""
 
@@ -147,6 +149,7 @@ class CodeTracer(Tracer):
                     best = agreement(call, moved(whole), whole), moved
                     # A pipeline in two directions has some microbatches in each of its stages.
                     is_some = has_some and _is_block(_batch_rows(moved, call, whole))
+                    is_some = is_some or isinstance(moved, FusedCut)
                     is_chosen, is_moved = True, is_moved or not is_some
             if best is None:
                 return None
@@ -330,8 +333,12 @@ class CodeTracer(Tracer):
         keeps: bool = True,
     ) -> Select | None:
         """Rows, or columns of this rank's tokens, of the reference, in the order of `call`."""
-        if call.ndim < 2 or whole.ndim < 2 or not call.is_floating_point() or not call.numel():
+        if call.ndim < 2 or whole.ndim < 2 or not call.numel():
             return None
+        if not call.is_floating_point():
+            if (chosen := _chosen(call, whole)) is not None:
+                self.subsets[len(chosen.numbers), whole.size(chosen.dim)] = chosen.numbers
+            return chosen or _trimmed(call, whole)
         if not may_pad and not call.flatten(0, -2).any(1).all():
             return None
         own, known = call.flatten(0, -2), whole.flatten(0, -2)
@@ -381,6 +388,8 @@ class CodeTracer(Tracer):
         is_last = dim == call.ndim - 1
         if is_last and self.features is not None and len(self.features) == own < size:
             yield self.features, 0, 1
+        if own < size and (own, size) in self.subsets:
+            yield self.subsets[own, size], 0, 1
         for base in self._bases(own, size, share):
             left = size if base is None else len(base)
             if left == own:
@@ -466,6 +475,30 @@ def _take_rows(rows: Tensor, feature: tuple[int, int], shape: torch.Size, whole:
     """Some rows, and a chunk (index, count) of their features, in a shape."""
     index, count = feature
     return _rows_or_zero(whole.flatten(0, -2), rows).chunk(count, -1)[index].reshape(shape)
+
+
+def _trimmed(call: Tensor, whole: Tensor) -> Select | None:
+    """Rows of the reference's, in any order, without an end of all of them that may be padding."""
+    if call.ndim != 2 or whole.ndim != 2 or not 1 < call.size(1) < whole.size(1):
+        return None
+    same = (call[:, None] == whole[None, :, : call.size(1)]).all(-1)
+    rows = same.double().argmax(1)
+    return (lambda tensor: tensor[rows, : call.size(1)]) if same.any(1).all() else None
+
+
+def _chosen(call: Tensor, whole: Tensor) -> FusedCut | None:
+    """Some of the reference's numbers in one dimension, in order, as the edges of a part of a graph
+    are; not a chunk, which may be that of another rank.
+    """
+    cut = [
+        d for d, sizes in enumerate(zip(call.shape, whole.shape, strict=False)) if len({*sizes}) > 1
+    ]
+    if len(cut) != 1 or call.ndim != whole.ndim:
+        return None
+    numbers = numbers_of(call, whole, cut[0])
+    steps = {later - one for one, later in itertools.pairwise(numbers)}
+    is_chosen = len(numbers) > 1 and min(steps) > 0 and steps != {1}
+    return FusedCut(cut[0], torch.tensor(numbers)) if is_chosen else None
 
 
 def _find_rows(own: Tensor, known: Tensor, most: float) -> Tensor | None:

@@ -42,6 +42,8 @@ from titanlite.tools.verify.updates import (
 )
 from titanlite.tools.verify.wording import Explained, agree, be, is_near, listed, name_factor
 
+LEAST_COUNT = 8
+
 
 @dataclass
 class PartEvidence(Evidence):
@@ -80,9 +82,15 @@ class PartEvidence(Evidence):
         A degree can if these are all gradients, or just those that are placed in one way along its
         axis.
         """
-        return name_factor(
+        found = name_factor(
             value, self._relevant(set(names)), num_microbatches=self.num_microbatches
         )
+        for name, counts in self.fits.counts.items():
+            total = sum(counts)
+            # A small count may equal it by chance.
+            if not found and total > LEAST_COUNT and is_near(value, total):
+                return f"how many elements of {name} in the batch are not negative"
+        return found
 
     def _relevant(self, wrong: set[str]) -> Grid:
         placed = {name: axes for run in self.runs for name, axes in run.placements.items()}

@@ -30,7 +30,7 @@ from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.passes import explain_loss
 from titanlite.tools.verify.pool import RankPools
 from titanlite.tools.verify.program.findings import PartEvidence, are_local, conclude
-from titanlite.tools.verify.program.passed_back import describe_through
+from titanlite.tools.verify.program.passed_back import describe_lines, describe_through
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.result import Comparison
 from titanlite.tools.verify.record import (
@@ -112,7 +112,8 @@ class Judging:
                 vague = (*explain_backward(evidence), *explain_loss(evidence))
                 if said and said[0] in vague:
                     evidence.returned = self._returned(evidence)
-                    said = conclude(evidence) if evidence.returned else said
+                    evidence.passed_on = describe_lines(evidence)
+                    said = conclude(evidence)
                 found.findings += said
         elif self._reads_the_whole_batch() and all(run.averages for run in self.runs):
             unless = ", unless `step` divides it" * (self.request.step is not None)

@@ -26,6 +26,7 @@ from titanlite.tools.verify.program.code_trace import CodeTracer
 from titanlite.tools.verify.program.values import RANDOM, Place, Values
 from titanlite.tools.verify.record import WrongLine, operator_of
 from titanlite.tools.verify.tracing import gathered, sum_over_axes
+from titanlite.tools.verify.wording import is_near
 
 # No more values are reduced.
 MOST_REDUCED = 48
@@ -46,25 +47,28 @@ Pair = tuple[Tensor, Tensor, tuple[int, int]]
 
 def wrong_lines(
     tracer: CodeTracer, values: Values, known: Values, num_microbatches: int
-) -> tuple[tuple[WrongLine, ...], tuple[WrongLine, ...], tuple[str, ...]]:
+) -> tuple[tuple[WrongLine, ...], tuple[WrongLine, ...], tuple[str, ...], tuple[WrongLine, ...]]:
     """The first values that are wrong on some rank, beside the reference's, those that the host
-    reads though they are shares, and what `_without_gradient` finds; every rank of the world must
-    call this.
+    reads though they are shares, what `_without_gradient` finds, and lines that are given other
+    numbers; every rank of the world must call this.
     """
-    others, instead = _counterparts(values, known, num_microbatches)
-    pairs = _pairs(values, known, others, num_microbatches)
-    judged = {values.places[number]: _state(tracer, *pair) for number, pair in pairs.items()}
+    others, instead = counterparts_of(values, known, num_microbatches)
+    pairs = pairs_of(values, known, others, num_microbatches)
+    judged = {values.places[number]: state_of(tracer, *pair) for number, pair in pairs.items()}
     states = {place: state for place, state in judged.items() if state is not None}
     wrong: dict[Place, None] = {}
     unjudged = set[Place]()
     for of_rank in gathered(judged):
         wrong |= dict.fromkeys(p for p, s in of_rank.items() if s not in (None, *RIGHT))
         unjudged |= {place for place, state in of_rank.items() if state is None}
+    found = {values.places[number]: pair for number, pair in pairs.items()}
+    for place in _in_turn(tracer, {p: found[p] for p in wrong if p in found}):
+        wrong.pop(place, None)
+        states |= {place: "right"} if place in states else {}
     # All ranks reduce the same values in the same order, first those that a host reads.
     read = {p for of_rank in gathered([values.places[n] for n in values.read]) for p in of_rank}
     some = sorted(wrong, key=lambda place: place not in read)[:MOST_REDUCED]
-    found = {values.places[number]: pair for number, pair in pairs.items()}
-    shares = _shares(tracer, {place: found[place] for place in some if place in found}, some)
+    shares = shares_of(tracer, {place: found[place] for place in some if place in found}, some)
     rows: dict[Place, str] = {}
     for there in gathered({p: _rows(*found[p][:2]) for p in some if states.get(p) == "wrong"}):
         rows |= {place: which for place, which in there.items() if which}
@@ -80,16 +84,22 @@ def wrong_lines(
         values, known, others, instead, states, wrong, unjudged, shares, rows, borders, parts, axes
     )
     lines = tuple(itertools.islice(search.found(), MOST_LINES))
-    return lines, tuple(search.read()), _without_gradient(values, known, others)
+    where = tracer.where
+    plain = [1.0, len(where.rows) / where.num_rows / num_microbatches] if where else []
+    numbers = tuple(search.numbers(plain)) if where else ()
+    return lines, tuple(search.read()), _without_gradient(values, known, others), numbers
 
 
-def _counterparts(
+def counterparts_of(
     values: Values, known: Values, num_microbatches: int
 ) -> tuple[dict[int, int], dict[int, int]]:
     """The values of one process that the same line computes, or the same operator from what
     corresponds, in lines that only one side runs; and those from what corresponds but for one.
     """
     found, instead, free = dict[int, int](), dict[int, int](), defaultdict[Any, list[int]](list)
+    outputs = defaultdict[int, list[str]](list)
+    for call, number in values.outputs.items():
+        outputs[number].append(call)
     for number, (key, _) in enumerate(known.places):
         free[key[::2]] += [number] * (key not in values.of)
     for number, (key, index) in enumerate(values.places):
@@ -107,6 +117,9 @@ def _counterparts(
                 break
             if len(own) == len(theirs) == len(own & theirs) + 1 > 1:
                 instead[number] = other
+        for call in outputs.get(number, ()):
+            if number not in found and call in known.outputs:
+                found[number] = known.outputs[call]
     taken = set(found.values())
     for number, other in sorted(found.items(), reverse=True):
         # The last operands without a counterpart, of lines that only one side runs.
@@ -129,24 +142,32 @@ def _without_gradient(values: Values, known: Values, others: Mapping[int, int]) 
     return ()
 
 
-def _pairs(
-    values: Values, known: Values, counterparts: Mapping[int, int], num_microbatches: int
+def pairs_of(
+    values: Values,
+    known: Values,
+    counterparts: Mapping[int, int],
+    num_microbatches: int,
+    *,
+    of_gradients: bool = False,
 ) -> dict[int, Pair]:
-    """The values that have a counterpart to compare with, by number."""
+    """The values that have a counterpart to compare with, by number, or their gradients."""
     pairs = {}
+    here, there = (
+        one.gradients if of_gradients else dict(enumerate(one.tensors)) for one in (values, known)
+    )
     for number, (key, index) in enumerate(values.places):
-        own, others, all_own = values.tensors[number], known.of.get(key, []), len(values.of[key])
+        own, others, all_own = here.get(number), known.of.get(key, []), len(values.of[key])
         if not others and number in counterparts and num_microbatches == 1:
             others, all_own, index = [counterparts[number]], 1, 0
         counts = len(others), num_microbatches * len(others)
         if own is None or not others or all_own not in counts:
             continue
         microbatch, place = divmod(index, len(others))
-        whole, count = known.tensors[others[place]], all_own // len(others)
+        whole, count = there.get(others[place]), all_own // len(others)
         if not own.ndim and count > 1:
             # Numbers have no part of their own for a microbatch: all of them are taken together.
-            of_all = [values.tensors[n] for n in values.of[key][place :: len(others)]]
-            if microbatch < count - 1 or None in of_all:
+            of_all = [here.get(n) for n in values.of[key][place :: len(others)]]
+            if microbatch < count - 1 or None in of_all or of_gradients:
                 continue
             own = torch.stack([one for one in of_all if one is not None]).sum()
         if whole is not None and whole.dtype == own.dtype and own.numel() and whole.numel():
@@ -154,7 +175,7 @@ def _pairs(
     return pairs
 
 
-def _state(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int]) -> str | None:
+def state_of(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int]) -> str | None:
     """Whether a value is one of RIGHT, has "moved" rows, or "chosen" ones, of which no part of
     the reference's has the shape, or is "wrong"; None if that is unknown.
     """
@@ -180,10 +201,34 @@ def _state(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int
 
 
 def _is_close(tracer: CodeTracer, own: Tensor, part: Tensor, whole: Tensor) -> bool:
+    if torch.equal(own, part):
+        return True
     # Infinities are equal, but have no difference.
-    return torch.equal(own, part) or (
-        agreement(without_padding(own, part), part, whole).difference <= tracer.tolerance
-    )
+    if own.shape == part.shape and torch.equal(at := own.isinf(), part.isinf()) and at.any():
+        own, part = own.where(~at, 0), part.where(~at, 0)
+    return agreement(without_padding(own, part), part, whole).difference <= tracer.tolerance
+
+
+def _in_turn(tracer: CodeTracer, pairs: Mapping[Place, Pair]) -> list[Place]:
+    """The values of which the ranks along an axis have one part after the other, as many rows as
+    each chooses, such as those of a mask.
+    """
+    own = {place: len(one) for place, (one, *_) in pairs.items() if one.ndim}
+    sizes, is_right = gathered(own), dict[Place, bool]()
+    for place in own:
+        one, whole, share = pairs[place]
+        for group in tracer.subject.groups.values():
+            ranks = dist.get_process_group_ranks(group)
+            number = [sizes[rank].get(place, 0) for rank in ranks]
+            if whole.ndim == one.ndim and sum(number) == len(whole) and share == (0, 1):
+                part = whole.split(number)[ranks.index(tracer.rank)]
+                is_right[place] = part.shape == one.shape and _is_close(tracer, one, part, whole)
+    everyone = list(zip(gathered(is_right), sizes, strict=True))
+    return [
+        place
+        for place in dict.fromkeys(itertools.chain(*sizes))
+        if all(right.get(place) for right, of_rank in everyone if place in of_rank)
+    ]
 
 
 def _rows(own: Tensor, whole: Tensor) -> str:
@@ -202,12 +247,12 @@ def _border(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, in
     for select in tracer.ways(own, whole, share):
         part = select(whole)
         at = PLACE.match(wrong_places(own, part, WRONG * part.double().abs().max().item()))
-        if at and int(at[3]) > 3 and own.size(int(at[4])) < whole.size(int(at[4])):
+        if at and int(at[3]) > 1 and own.size(int(at[4])) < whole.size(int(at[4])):
             return "begins" if at[1] == "0" else "ends" * (int(at[2] or at[1]) == int(at[3]) - 1)
     return ""
 
 
-def _shares(
+def shares_of(
     tracer: CodeTracer, pairs: Mapping[Place, Pair], wrong: Sequence[Place]
 ) -> dict[Place, str]:
     """The wrong values that are right after a reduction, and which."""
@@ -285,7 +330,7 @@ class _LineSearch:
     known: Values
     others: Mapping[int, int]
     instead: Mapping[int, int]
-    """What `_counterparts` finds."""
+    """What `counterparts_of` finds."""
     states: Mapping[Place, str]
     wrong: Mapping[Place, None]
     unjudged: Collection[Place]
@@ -480,18 +525,33 @@ class _LineSearch:
             return
         operator = key[2].split(".")[1].strip("_")
         found.is_random = operator.startswith(RANDOM)
-        own, given = self.values.numbers[number], self.known.numbers[other]
-        found.is_causal = bool(own.get("is_causal"))
-        found.numbers = tuple(
-            (f"{operator} with" + f" {name} =" * (name not in UNNAMED), own[name], value)
-            for name, value in given.items()
-            if name in own and own[name] != value
-        )
+        found.is_causal = bool(self.values.numbers[number].get("is_causal"))
+        found.numbers = self._numbers(number, other)
         ran = {key[1] for key in self.values.of}
         both = zip(self.values.operands(number), self.known.operands(other), strict=False)
         found.order = next(filter(None, itertools.starmap(_order, both)), "")
         _, between = self._sources(self.known, other)
         found.never_here = _lines_of(self.known, between, ran)
+
+    def _numbers(self, number: int, other: int) -> tuple[tuple[str, float, float], ...]:
+        """The numbers that an operator is given, beside others on one process."""
+        own, operator = self.values.numbers[number], operator_of(self.values.places[number][0])
+        return tuple(
+            (f"{operator.strip('_')} with" + f" {name} =" * (name not in UNNAMED), own[name], value)
+            for name, value in self.known.numbers[other].items()
+            if name in own and own[name] != value
+        )
+
+    def numbers(self, plain: Collection[float]) -> Iterator[WrongLine]:
+        """The lines outside modules that are given other numbers than on one process, whatever
+        else is right; not one that is `plain` times as large, as a number of samples is.
+        """
+        for number, other in self.others.items():
+            place = self.values.places[number][0]
+            if place[2] == self.known.places[other][0][2] and not place[0]:
+                for one in self._numbers(number, other):
+                    if not any(is_near(one[1], one[2] * factor) for factor in plain):
+                        yield WrongLine(*place[:2], numbers=(one,))
 
     def _sources(self, values: Values, number: int) -> tuple[list[int], list[int]]:
         """The nearest values with a counterpart from which one is computed, and those between."""

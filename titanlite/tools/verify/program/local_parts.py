@@ -174,13 +174,13 @@ def _fused(
             if len(weight.numbers) == len(own) and torch.equal(own, weight(whole)):
                 found[name] = weight
             continue
-        numbers = _numbers_of(own, whole, dim)
+        numbers = numbers_of(own, whole, dim)
         if any(_is_of_sections(numbers, places[axis], grid.degrees[axis]) for axis in axes):
             found[name] = FusedCut(dim, torch.tensor(numbers))
     return found
 
 
-def _numbers_of(own: Tensor, whole: Tensor, dim: int) -> list[int]:
+def numbers_of(own: Tensor, whole: Tensor, dim: int) -> list[int]:
     """Which slices of a tensor along a dimension another one has; none if that is not clear."""
     mine, known = (
         [digest_of(one) for one in tensor.movedim(dim, 0).contiguous()] for tensor in (own, whole)

@@ -38,6 +38,7 @@ from titanlite.tools.verify.program.code_trace import (
 )
 from titanlite.tools.verify.program.gradient_modes import Cleared, Lines
 from titanlite.tools.verify.program.lines import wrong_lines
+from titanlite.tools.verify.program.lines_backward import wrong_gradient
 from titanlite.tools.verify.program.local_parts import check_names, find_parts
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.saved import watching_saved
@@ -295,9 +296,10 @@ class Measuring:
         tracer.orders, tracer.layouts = tracer.layouts, {}
         trace.over_parts = kept.values.over_parts()
         values, reference = kept.values, load_values(self.folder)
-        trace.wrong_lines, _, trace.without_gradient = wrong_lines(
+        trace.wrong_lines, _, trace.without_gradient, trace.numbers = wrong_lines(
             tracer, values, reference, number
         )
+        trace.wrong_gradient = wrong_gradient(tracer, values, reference, number)
         trace.recomputed_apart, trace.overwritten = tuple(values.apart), tuple(values.overwritten)
         trace.carried = carried(values, number)
         trace.left_out, trace.added = left_out(values, reference), added(values, reference)

@@ -71,6 +71,23 @@ def describe_through(
     return why
 
 
+def describe_lines(e: Evidence) -> str:
+    """Between which lines of the caller's code a gradient becomes wrong; "" if that is unknown."""
+    line, *readers = next((t.wrong_gradient for t in e.watched if t.wrong_gradient), ("",))
+    line = line or "the model"
+    if readers and set(readers) == {line}:
+        return f"What comes back to {line} is right, but what that line passes on is not"
+    readers = [one for one in dict.fromkeys(readers) if one != line]
+    if not readers:
+        return ""
+    is_one = len(readers) == 1
+    return (
+        f"The gradient of what {line} computes is wrong, but what comes back to "
+        f"{listed(readers, 4)}, which {'reads' if is_one else 'read'} it, is right: look at how "
+        f"{'that line' if is_one else 'each of these lines'} passes it on"
+    )
+
+
 def _is_same_along(e: Evidence, axis: str, found: Sequence[Through]) -> bool:
     """Whether ranks that differ on this axis alone compute the same in a line."""
     own = {

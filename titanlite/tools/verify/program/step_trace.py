@@ -52,7 +52,7 @@ def watch_step(
     }
     trace.drawn = tuple(drawn)
     trace.own_norm = next(_norms_of_own(kept.values, tracer.subject, gradients), ())
-    lines, read, _ = wrong_lines(tracer, kept.values, known, 1)
+    lines, read, *_ = wrong_lines(tracer, kept.values, known, 1)
     trace.step_lines = *read, *lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from titanlite.modules.shards import local_part
 from titanlite.ranks.temporary import save_temporary
 from titanlite.tools.verify.agreement import agreement, is_pending
-from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
+from titanlite.tools.verify.caller_lines import FOREIGN, is_running, line_of_caller
 from titanlite.tools.verify.evidence import EXPLAINED
 from titanlite.tools.verify.record import OVER_PARTS, Key, operator_of
 from titanlite.tools.verify.watching import group_of
@@ -28,11 +29,13 @@ MOST_ELEMENTS, MOST_BYTES = 1 << 20, 1 << 28
 COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor")
 # Operators of which a row of the result depends on one row alone, and on the weights.
 ROW_BY_ROW = ("mm", "addmm", "bmm", "linear", "matmul", "embedding", "view", "t", "transpose")
+OF_DTENSOR = f"{Path(torch.distributed.tensor.__file__).parent}{os.sep}"
 RANDOM = ("rand", "normal", "bernoulli", "native_dropout", "multinomial", "uniform", "exponential")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 # Numbers that are no values: sizes, too.
 NO_VALUE = ("dtype", "layout", "device", "pin_memory", "memory_format", "end")
 SAVED = ("places", "tensors", "sources", "numbers", "with_gradient", "inputs")
+SAVED_BACKWARD = ("gradients", "passed", "outputs")
 
 Place = tuple[Key, int]
 """Which of the values of a key."""
@@ -57,6 +60,14 @@ class Values:
     """The numbers that each operator is given, by argument, without sizes."""
     with_gradient: list[tuple[int, ...] | None] = field(default_factory=list)
     """Those of its sources that have a gradient; None for a value computed without autograd."""
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    """The gradients of the values, by number."""
+    passed: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Numbers of a value and of one that it is computed from -> what it passes back to that."""
+    behind: dict[int, list[int]] = field(default_factory=dict)
+    """The values from which autograd's graph computes one, also by a function of the caller's."""
+    outputs: dict[str, int] = field(default_factory=dict)
+    """Call of a module -> the number of the value that it returned last."""
     completed: tuple[Place, Any] | None = None
     """The value that is reduced over a group of ranks before it is used, and that group."""
     groups: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
@@ -77,6 +88,8 @@ class Values:
     overwritten: dict[str, None] = field(default_factory=dict)
     """Lines that save for the backward pass what is another tensor when that reads it."""
     num_bytes: int = 0
+    _hooked: set[int] = field(default_factory=set)
+    _nodes: dict[Any, int] = field(default_factory=dict)
     _makers: Any = field(default_factory=WeakTensorKeyDictionary)
     _of_line: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
 
@@ -97,23 +110,45 @@ class Values:
             return
         sources = dict.fromkeys(self._makers[leaf] for leaf in leaves if leaf in self._makers)
         is_free = all(leaf in self._makers for leaf in leaves) and not name.startswith(RANDOM)
-        self.is_free.append(is_free and all(self.is_free[source] for source in sources))
-        key = (calls[-1] if calls else "", line, str(operator))
-        self.passes.append(self.num_passes)
-        self.places.append((key, len(self.of[key])))
-        self.of[key].append(len(self.tensors))
-        self._of_line[key[1:]].append(len(self.tensors))
-        for one in found:
-            self._makers[one] = len(self.tensors)
-        self.sources.append(tuple(sources))
         is_first = leaves and not sources and not leaves[0].requires_grad
-        self.inputs.append(self._copy(operator, leaves[0]) if is_first else None)
         is_by_row = torch.Tag.pointwise in operator.tags or name in ROW_BY_ROW
+        graded = {self._makers[t]: t for t in leaves if t.requires_grad and t in self._makers}
+        self.is_free.append(is_free and all(self.is_free[source] for source in sources))
+        self.sources.append(tuple(sources))
+        self.inputs.append(self._copy(operator, leaves[0]) if is_first else None)
         self.mixes.append(bool(leaves) and not is_by_row)
         self.tensors.append(self._copy(operator, found[0]))
         self.numbers.append(_numbers_in(operator, given))
-        graded = {self._makers[one] for one in leaves if one.requires_grad and one in self._makers}
         self.with_gradient.append(tuple(graded) if torch.is_grad_enabled() else None)
+        self._add((calls[-1] if calls else "", line, str(operator)), found)
+        for number, one in graded.items():
+            self._listen(number, one)
+
+    def note_output(self, call: str, value: Tensor) -> None:
+        """Note which value a call of a module returns; one that no operator is seen to compute, as
+        of DTensors that are laid out otherwise, is a value of its own.
+        """
+        if value not in self._makers and value.requires_grad:
+            self.is_free.append(False)
+            self.sources.append(())
+            self.inputs.append(None)
+            self.mixes.append(False)
+            self.tensors.append(None)
+            self.numbers.append({})
+            self.with_gradient.append(())
+            self._add((call, "", "module.output.default"), [value])
+        if value in self._makers:
+            self.outputs[call] = self._makers[value]
+
+    def _add(self, key: Key, found: Sequence[Tensor]) -> None:
+        """The last value is that of `key`; these tensors have it."""
+        number = len(self.places)
+        self.passes.append(self.num_passes)
+        self.places.append((key, len(self.of[key])))
+        self.of[key].append(number)
+        self._of_line[key[1:]].append(number)
+        for one in found:
+            self._makers[one] = number
 
     def note_again(self, line: str, operator: Any, result: Any) -> None:
         """Note what an operator returns that is computed again in the backward pass."""
@@ -164,6 +199,9 @@ class Values:
         self.exchanged |= {self._makers[t]: (line, ranks) for t in sent if t in self._makers}
         for call in calls:
             self.groups[call].add(ranks)
+        # DTensor has a backward pass for what it sends.
+        if is_running(OF_DTENSOR):
+            return
         # Single numbers are counts, or a loss to print.
         if not calls and self.num_passes and any(one.numel() > 1 for one in tensors):
             self.sent_by_loss = self.sent_by_loss or line
@@ -185,6 +223,8 @@ class Values:
         """An alias has the value of a tensor."""
         if value in self._makers:
             self._makers[alias] = self._makers[value]
+            self._listen(self._makers[value], value)
+            self._nodes |= {alias.grad_fn: self._makers[value]} if alias.grad_fn else {}
 
     def operands(self, number: int) -> list[Tensor | None]:
         """The values from which one is computed."""
@@ -192,7 +232,35 @@ class Values:
 
     def save(self, folder: str, name: str = "values") -> None:
         """Save what the ranks compare theirs with."""
-        save_temporary({key: getattr(self, key) for key in SAVED}, Path(folder) / f"{name}.pt")
+        save_temporary(
+            {key: getattr(self, key) for key in (*SAVED, *SAVED_BACKWARD)},
+            Path(folder) / f"{name}.pt",
+        )
+
+    def _listen(self, number: int, value: Tensor) -> None:
+        """Keep the gradient of a value, and those that its operator passes back."""
+        node = value.grad_fn
+        if number in self._hooked or node is None or value.output_nr:
+            return
+        self._hooked.add(number)
+        self._nodes[node] = number
+        before = (self._nodes.get(one) for one, _ in node.next_functions)
+        self.behind[number] = [source for source in before if source is not None]
+        value.register_hook(lambda own: self._keep(self.gradients, number, own))
+
+        def keep(passed: Sequence[Tensor | None], _: Any) -> None:
+            for (before, _), one in zip(node.next_functions, passed, strict=False):
+                if one is not None and before in self._nodes:
+                    self._keep(self.passed, (number, self._nodes[before]), one)
+
+        node.register_hook(keep)
+
+    def _keep(self, kept: dict[Any, Tensor], key: Any, gradient: Tensor) -> None:
+        own = local_part(gradient.detach())
+        self.num_bytes += own.numel() * own.element_size()
+        if not is_pending(gradient) and self.num_bytes <= MOST_BYTES:
+            before = kept.get(key, torch.zeros(()))
+            kept[key] = own.cpu() + before if before.shape in ((), own.shape) else own.cpu().clone()
 
     def _copy(self, operator: Any, value: Tensor) -> Tensor | None:
         is_open = operator.namespace in COMMUNICATION and operator is not WAIT
