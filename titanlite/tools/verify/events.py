@@ -98,7 +98,8 @@ class Events:
         self._without_gradient: dict[str, list[str]] = {}
         self._calls: list[str] = []
         self._is_left_out = False
-        self._is_own = False
+        self._is_own = self._is_backward = False
+        self._last: tuple[Tensor | None, tuple[str, ...]] = None, ()
         # Whether it calls one on the way to the next tensor, and a gradient has just arrived.
         self._has_exchanged = self._has_arrived = False
         self._now: dict[str, None] = {}
@@ -262,6 +263,10 @@ class Events:
                 if is_there and not torch.equal(now.cpu(), self.first[event][place]):
                     self.overwritten.add(event)
                 self._keep_lines(self.lines_backward, event)
+                if gradient is self._last[0]:
+                    # Several modules return one tensor.
+                    self.lines_backward.setdefault(event, self._last[1])
+                self._last = gradient, self.lines_backward.get(event, ())
                 if not is_pending(gradient):
                     own = local_part(gradient.detach()).detach().cpu().clone()
                     self.gradients[event][place] = own
@@ -301,6 +306,10 @@ class Events:
         What is recomputed runs in the backward pass, but is not its code.
         """
         line = "" if self._is_own or _is_again() else line_of_caller(foreign)
+        if not self._is_backward and torch._C._current_graph_task_id() != -1:
+            # What comes next is no longer the code of the loss.
+            self._is_backward = True
+            self._now.clear()
         if line:
             self._now[line] = None
         return line

@@ -144,6 +144,8 @@ class Evidence:
                 lines = (trace.lines_backward if is_backward else trace.lines).get(event, ())
                 if not lines and is_backward:
                     lines = self._lines_beside(event, trace)
+                # That it begins says nothing of where in it.
+                lines = tuple(line for line in lines if not line.endswith(".backward())"))
                 return f": {listed(lines[-MOST_LINES:])}" if lines else ""
         return ""
 
@@ -154,8 +156,7 @@ class Evidence:
         """
         readers = set(self.following.get(event, ()))
         modules = {record.module_of(reader) for reader in readers}
-        # The first also has lines of the forward pass, of the loss.
-        for other, lines in [*trace.lines_backward.items()][1:]:
+        for other, lines in trace.lines_backward.items():
             is_same = record.is_input(other) and other not in self.events
             if readers & {*self.following.get(other, ())} or (
                 is_same and record.module_of(other) in modules
@@ -228,8 +229,11 @@ class Evidence:
             return how
         if found.rows:
             return (
-                f"{start}: it has {found.rows} of one process, which are not this rank's. Is "
-                "it counted, or drawn, from the place of the first rank?"
+                f"{start}: it has {found.rows}. Does what it reads belong to that one, written too "
+                "early, or over what this one still needs?"
+                if "microbatch" in found.rows
+                else f"{start}: it has {found.rows}. Is it counted, or drawn, from the place of "
+                "the first rank?"
             )
         if found.only_here and not found.source:
             if found.order:
@@ -249,6 +253,12 @@ class Evidence:
                     "them"
                 )
             how = ". Reduce it before it is used"
+            if found.is_alike:
+                return (
+                    f"{start}. What it reads has been exchanged, and all ranks have it alike, but "
+                    f"only {found.way} is right: it is a mean, and one process has the sum. Use "
+                    "the sum here, or divide later"
+                )
             if found.summed_by:
                 how = f", but {found.summed_by} sums it with that to which it is added, which each "
                 how += (

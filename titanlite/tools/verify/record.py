@@ -595,6 +595,8 @@ class WrongLine:
     """Which, such as "the sum over tp"."""
     too_narrow: tuple[str, ...] = ()
     """The line that reduces that result, and over which axis, if `way` needs another, too."""
+    is_alike: bool = False
+    """Whether all ranks have that share alike, after an exchange."""
     summed_by: str = ""
     """The line that sums it over ranks with that to which it is added, which each has whole."""
     mixed: tuple[str, str] | None = None

@@ -99,7 +99,9 @@ def describe_parts(
         return ""
     counts = tuple(share * weight for share, weight in zip(shares, weights, strict=True))
     shown = [f"{weight:.4g} ({who})" for weight, who in zip(weights, parts, strict=True)]
-    if all(is_near(count, counts[0], NEAR) for count in counts) and not is_near(counts[0], 0, NEAR):
+    even, total = all(is_near(count, counts[0], NEAR) for count in counts), sum(counts)
+    # Means add up to a mean, or to the sum, or the mean, of means; other sums are other weights.
+    if even and any(is_near(total, n, NEAR) for n in (1, len(parts), 1 / len(parts))):
         return (
             f"a mean of means. Each part counts {counts[0]:.4g}, but the parts' shares of the "
             f"whole mean are {listed(shown, 4)}, since they have different numbers"

@@ -60,7 +60,7 @@ class CodeTracer(Tracer):
     orders: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
     """The same, of what modules receive and return, in a step whose lines are watched."""
     subsets: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
-    """Numbers of indices, the rank's and all -> which it has, as of the edges of a graph."""
+    """Numbers of rows, the rank's and all -> which it has, as of a graph's edges, or tokens."""
     features: Tensor | None = field(default=None, kw_only=True)
     """Which features of the reference's the output that is compared has, if declared."""
 
@@ -179,6 +179,11 @@ class CodeTracer(Tracer):
         )
         if output.is_part and (self.where is None or every[0] != self.where.num_rows):
             output.has_equal_rows = len(known[0].unique(dim=0)) < every[0]
+        if not wrong and len(calls) == 1 and len(shape) > 2 and output.cut_dims == (1,):
+            # Where the cut was in the middle, tokens that are flattened later lie apart.
+            numbers = torch.arange(every[:2].numel()).view(*every[:2], *[1] * (len(every) - 2))
+            own_tokens = chosen[0](numbers.expand(every)).flatten(2)[..., 0].flatten()
+            self.subsets.setdefault((len(own_tokens), every[:2].numel()), own_tokens)
         is_cut = number > 1 and output.cut_dims == (0,) and shape[0] * number == every[0]
         if is_cut and wrong and self.where is not None and every[0] % self.where.num_rows:
             output.cut = f"{list(shape)}, {list(every)} on one process"
@@ -213,6 +218,7 @@ class CodeTracer(Tracer):
         for other, calls in kept.first.items():
             indices = calls[-1]
             is_read = is_input(other) and called_by(other) == event and indices.ndim
+            is_read = is_read and indices.dtype != torch.bool
             if is_read and not indices.is_floating_point() and indices.shape == apart.shape:
                 wrong, rows = indices[apart].unique(), whole.flatten(0, -2)
                 given = [t[0] for e, t in known.items() if is_input(e) and called_by(e) == event]
@@ -336,7 +342,13 @@ class CodeTracer(Tracer):
         if call.ndim < 2 or whole.ndim < 2 or not call.numel():
             return None
         if not call.is_floating_point():
-            if (chosen := _chosen(call, whole)) is not None:
+            chosen = _chosen(call, whole)
+            where = self.where
+            if chosen is not None and where is not None:
+                # Samples and tokens in another order may be the error itself.
+                is_other = whole.size(chosen.dim) not in (where.num_rows, where.num_columns)
+                chosen = chosen if is_other else None
+            if chosen is not None:
                 self.subsets[len(chosen.numbers), whole.size(chosen.dim)] = chosen.numbers
             return chosen or _trimmed(call, whole)
         if not may_pad and not call.flatten(0, -2).any(1).all():

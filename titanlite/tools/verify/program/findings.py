@@ -6,11 +6,13 @@ later follows from it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.verify.dataflow import (
@@ -82,15 +84,29 @@ class PartEvidence(Evidence):
         A degree can if these are all gradients, or just those that are placed in one way along its
         axis.
         """
-        found = name_factor(
-            value, self._relevant(set(names)), num_microbatches=self.num_microbatches
-        )
+        relevant, number = self._relevant(set(names)), self.num_microbatches
+        found = name_factor(value, relevant, num_microbatches=number)
+        if 0 < value < 1 and " or " in found:
+            # A mean is right over ranks that have different rows.
+            own = {a: n for a, n in relevant.degrees.items() if a not in self._axes_of_batch}
+            found = name_factor(value, Grid(**own), num_microbatches=number) or found
         for name, counts in self.fits.counts.items():
             total = sum(counts)
             # A small count may equal it by chance.
             if not found and total > LEAST_COUNT and is_near(value, total):
                 return f"how many elements of {name} in the batch are not negative"
         return found
+
+    @functools.cached_property
+    def _axes_of_batch(self) -> set[str]:
+        """The axes along which ranks are given different rows."""
+        parts: dict[tuple[Any, ...], set[str]] = defaultdict(set)
+        for run in self.runs:
+            if isinstance(run, CodeRun):
+                for axis in self.dims.axes_in_use:
+                    rest = tuple(sorted({**run.coordinates, axis: 0}.items()))
+                    parts[axis, rest].add(run.parts[max(1, self.step) - 1])
+        return {key[0] for key, own in parts.items() if len(own) > 1}
 
     def _relevant(self, wrong: set[str]) -> Grid:
         placed = {name: axes for run in self.runs for name, axes in run.placements.items()}
@@ -154,6 +170,19 @@ class PartEvidence(Evidence):
                 "old momentum move a weight with it. Leave it at None"
             )
         if all(one.num_kept for one in wrong):
+            held = [(run.rank, run.steps[self.step].weights) for run in self.runs]
+            names = {name for of_rank in self.updates.values() for name in of_rank}
+            has = {
+                name: [r for r, own in held if name in own and name not in self.updates.get(r, ())]
+                for name in names
+            }
+            if all(has.values()):
+                first = min(names)
+                return (
+                    "The step leaves them as they were on these ranks, and is right on others, as "
+                    f"that of {first} on rank {has[first][0]}: what one rank updates, the others "
+                    "do not get. Broadcast it, or gather it, after the step"
+                )
             number = max(sum(one.num_kept for one in own.values()) for own in self.updates.values())
             return (
                 f"The step leaves {number} elements as they were, and all others agree: no rank "
@@ -176,7 +205,9 @@ class PartEvidence(Evidence):
             )
         factor, left = pooled([one.fit for one in wrong])
         if left >= EXPLAINED:
-            return self._describe_scales() or self._describe_shares(wrong)
+            scales = self._describe_scales()
+            line = self._describe_step() if scales else ""
+            return ". ".join(filter(None, [scales, line])) or self._describe_shares(wrong)
         if is_near(factor, 1.0):
             return ""
         same = self._same(factor)
@@ -794,7 +825,9 @@ def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
         last = e.forward_order[-1:] or ("",)
         if not line and any(last[0] in t.events and t.events[last[0]].is_padded for t in e.traces):
             line = f"{describe_event(last[0])}, which it reads, has {PADDING}"
-        more = [one for one in one_sided(e, "", [run.rank for run in e.runs]) if one not in line]
+        first = e.wrong_line()
+        sides = one_sided(e, "", [run.rank for run in e.runs])
+        more = [one for one in sides if first is None or not one.endswith(first.line)]
         line = ". ".join(filter(None, [line, *(one[:1].upper() + one[1:] for one in more)]))
         line = line or e.returned
         if not e.completed and (found := e.wrong_line()) and not found.source:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.tools.verify.agreement import agreement, without_padding, wrong_places
+from titanlite.tools.verify.agreement import agreement, digest_of, without_padding, wrong_places
 from titanlite.tools.verify.dataflow import PLACE
 from titanlite.tools.verify.evidence import EXPLAINED, WRONG
 from titanlite.tools.verify.program.call_contents import ARRANGE
@@ -70,7 +70,7 @@ def wrong_lines(
     some = sorted(wrong, key=lambda place: place not in read)[:MOST_REDUCED]
     shares = shares_of(tracer, {place: found[place] for place in some if place in found}, some)
     rows: dict[Place, str] = {}
-    for there in gathered({p: _rows(*found[p][:2]) for p in some if states.get(p) == "wrong"}):
+    for there in gathered({p: _rows(*found[p]) for p in some if states.get(p) == "wrong"}):
         rows |= {place: which for place, which in there.items() if which}
     at_borders = {p: _border(tracer, *found[p]) for p in some if states.get(p) == "wrong"}
     borders: dict[Place, set[str]] = defaultdict(set)
@@ -80,8 +80,11 @@ def wrong_lines(
         n for n, (own, whole, share) in pairs.items() if own.numel() * share[1] < whole.numel()
     }
     axes = {a: tuple(dist.get_process_group_ranks(g)) for a, g in tracer.subject.groups.items()}
+    digests = gathered({p: digest_of(found[p][0]) for p in some if p in found})
+    alike = {p for p in some if len({of_rank.get(p) for of_rank in digests}) == 1}
     search = _LineSearch(
-        values, known, others, instead, states, wrong, unjudged, shares, rows, borders, parts, axes
+        *(values, known, others, instead, states, wrong, unjudged),
+        *(shares, rows, borders, parts, axes, alike),
     )
     lines = tuple(itertools.islice(search.found(), MOST_LINES))
     where = tracer.where
@@ -231,14 +234,20 @@ def _in_turn(tracer: CodeTracer, pairs: Mapping[Place, Pair]) -> list[Place]:
     ]
 
 
-def _rows(own: Tensor, whole: Tensor) -> str:
+def _rows(own: Tensor, whole: Tensor, share: tuple[int, int]) -> str:
     """The rows of one process that a value has, in their order, but should not; "" for none."""
+    _, count = share
     # A constant, such as a mask of zeros, is nobody's.
     if not own.ndim or own.shape[1:] != whole.shape[1:] or (own == own.flatten()[0]).all():
         return ""
     for first in range(len(whole) - len(own) + 1):
         if torch.equal(own, whole[first : first + len(own)]):
-            return f"rows {first} to {first + len(own) - 1}"
+            of = (
+                "of another microbatch"
+                if count > 1
+                else "of one process, which are not this rank's"
+            )
+            return f"rows {first} to {first + len(own) - 1} {of}"
     return ""
 
 
@@ -344,6 +353,8 @@ class _LineSearch:
     """The values of which this rank has only a part."""
     axes: Mapping[str, Sequence[int]]
     """The ranks along each axis."""
+    alike: Collection[Place]
+    """The values that are equal on all ranks."""
 
     def found(self) -> Iterator[WrongLine]:
         """The wrong values that are no shares, nor harmless, nor parts that new code completes.
@@ -394,13 +405,15 @@ class _LineSearch:
             )
             # A collective between the two may be the reduction.
             is_reduced = not self.values.exchanged.keys().isdisjoint([*between, *sources])
-            shares = [s for s in sources if self._is_open_share(s, harmless) and not is_reduced]
+            shares = [s for s in sources if self._is_open_share(s, harmless)]
+            shares = [] if is_reduced else shares
             # Another number of the same line says more than that it is given a mean of own rows.
             if found.numbers and all("mean" in self.shares[self.values.places[s]] for s in shares):
                 shares = []
             elsewhere = [s for s in shares if self.values.places[s][0][1] != found.line]
             share = next(iter(elsewhere or shares), self._read_as(found.numbers))
-            self._follow(found, share, shares, harmless)
+            found.is_alike = share is not None and self._is_mean(share)
+            self._follow(found, share, () if found.is_alike else shares, harmless)
             if shares and operator_of(place[0]).strip("_") == "add":
                 found.summed_by = self._sent_by(number)
             yield found
@@ -487,6 +500,26 @@ class _LineSearch:
     def _is_open_share(self, number: int, harmless: Mapping[int, bool]) -> bool:
         place = self.values.places[number]
         return place in self.wrong and place in self.shares and not harmless[number]
+
+    def _is_mean(self, number: int) -> bool:
+        """Whether a share is a mean, of which one process has the sum: it follows from one that is
+        exchanged, and all ranks have the same.
+        """
+        way = self.shares.get(self.values.places[number], "")
+        is_sum = way.startswith("the sum over") and "its dimension" not in way
+        if not is_sum or self.values.places[number] not in self.alike:
+            return False
+        stack, seen = [number], set[int]()
+        while stack:
+            one = stack.pop()
+            if one in self.values.exchanged:
+                return True
+            seen.add(one)
+            for source in self.values.sources[one]:
+                place = self.values.places[source]
+                is_open = place in self.shares or place not in self.states
+                stack += [source] * (is_open and source not in seen)
+        return False
 
     def _harmless(self) -> dict[int, bool]:
         readers: dict[int, list[int]] = defaultdict(list)
