@@ -156,9 +156,9 @@ WITH_TORCH = {
         *("contents", "perturbation", "subject", "tracing", "watching"),
     ),
     "titanlite/tools/verify/program": (
-        *("batches", "building", "code_trace", "gradient_modes", "lines", "local_parts"),
+        *("batches", "building", "code_trace", "gradient_modes", "lines", "lines_backward"),
         *("parallel", "received", "reference", "saved", "step_trace", "through", "uses", "values"),
-        "weights",
+        *("local_parts", "weights"),
     ),
 }
 PLANNED_WITHOUT_TORCH = (

@@ -170,24 +170,7 @@ class PartEvidence(Evidence):
                 "old momentum move a weight with it. Leave it at None"
             )
         if all(one.num_kept for one in wrong):
-            held = [(run.rank, run.steps[self.step].weights) for run in self.runs]
-            names = {name for of_rank in self.updates.values() for name in of_rank}
-            has = {
-                name: [r for r, own in held if name in own and name not in self.updates.get(r, ())]
-                for name in names
-            }
-            if all(has.values()):
-                first = min(names)
-                return (
-                    "The step leaves them as they were on these ranks, and is right on others, as "
-                    f"that of {first} on rank {has[first][0]}: what one rank updates, the others "
-                    "do not get. Broadcast it, or gather it, after the step"
-                )
-            number = max(sum(one.num_kept for one in own.values()) for own in self.updates.values())
-            return (
-                f"The step leaves {number} elements as they were, and all others agree: no rank "
-                "updates these. Look at how the parameters are divided among the ranks"
-            )
+            return self._describe_kept()
         if all(one.num_zero for one in wrong):
             number = max(sum(one.num_zero for one in own.values()) for own in self.updates.values())
             return (
@@ -238,6 +221,27 @@ class PartEvidence(Evidence):
             f"The change of these weights is {factor:.6g} times that on one process"
             f"{f' ({factor:.6g} is {same})' if same else ''}: look at the "
             f"{'sign' if factor < 0 else 'scale'} of the update, and at the learning rate"
+        )
+
+    def _describe_kept(self) -> str:
+        """Why weights are as they were before the step."""
+        held = [(run.rank, run.steps[self.step].weights) for run in self.runs]
+        names = {name for of_rank in self.updates.values() for name in of_rank}
+        has = {
+            name: [r for r, own in held if name in own and name not in self.updates.get(r, ())]
+            for name in names
+        }
+        if all(has.values()):
+            first = min(names)
+            return (
+                "The step leaves them as they were on these ranks, and is right on others, as that "
+                f"of {first} on rank {has[first][0]}: what one rank updates, the others do not "
+                "get. Broadcast it, or gather it, after the step"
+            )
+        number = max(sum(one.num_kept for one in own.values()) for own in self.updates.values())
+        return (
+            f"The step leaves {number} elements as they were, and all others agree: no rank "
+            "updates these. Look at how the parameters are divided among the ranks"
         )
 
     def _describe_scales(self) -> str:
