@@ -56,7 +56,7 @@ class CodeTracer(Tracer):
     sizes: dict[int, list[int]] = field(default_factory=dict, kw_only=True)
     """Number of microbatches -> how many of the rank's rows each of them has."""
     layouts: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
-    """FusedCut of rows, the rank's and all -> which of all rows a tensor had, which others may."""
+    """Numbers of rows, the rank's and all -> which of all rows a tensor had, which others may."""
     orders: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
     """The same, of what modules receive and return, in a step whose lines are watched."""
     subsets: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
@@ -491,7 +491,8 @@ def _take_rows(rows: Tensor, feature: tuple[int, int], shape: torch.Size, whole:
 
 def _trimmed(call: Tensor, whole: Tensor) -> Select | None:
     """Rows of the reference's, in any order, without an end of all of them that may be padding."""
-    if call.ndim != 2 or whole.ndim != 2 or not 1 < call.size(1) < whole.size(1):
+    is_part = call.ndim == whole.ndim == 2 and 1 < call.size(1) < whole.size(1)
+    if not is_part or call.numel() * len(whole) > MOST_ELEMENTS:
         return None
     same = (call[:, None] == whole[None, :, : call.size(1)]).all(-1)
     rows = same.double().argmax(1)

@@ -54,7 +54,8 @@ def wrong_gradient(
     readers: dict[int, list[int]] = {}
     is_right: list[bool] = []
     for number, with_gradient in enumerate(values.with_gradient):
-        sources = {*(with_gradient or ()), *values.behind.get(number, ())}
+        both = *(with_gradient or ()), *values.behind.get(number, ())
+        sources = {source for source in both if source < number}
         for source in sources:
             readers.setdefault(source, []).append(number)
         # A function may give back otherwise what it makes right itself, inside or after it.
