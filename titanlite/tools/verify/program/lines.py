@@ -242,12 +242,8 @@ def _rows(own: Tensor, whole: Tensor, share: tuple[int, int]) -> str:
         return ""
     for first in range(len(whole) - len(own) + 1):
         if torch.equal(own, whole[first : first + len(own)]):
-            of = (
-                "of another microbatch"
-                if count > 1
-                else "of one process, which are not this rank's"
-            )
-            return f"rows {first} to {first + len(own) - 1} {of}"
+            of = "another microbatch" if count > 1 else "one process, which are not this rank's"
+            return f"rows {first} to {first + len(own) - 1} of {of}"
     return ""
 
 
