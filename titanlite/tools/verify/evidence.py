@@ -156,7 +156,8 @@ class Evidence:
         """
         readers = set(self.following.get(event, ()))
         modules = {record.module_of(reader) for reader in readers}
-        for other, lines in trace.lines_backward.items():
+        # The first also has lines of all that comes after these modules.
+        for other, lines in [*trace.lines_backward.items()][1:]:
             is_same = record.is_input(other) and other not in self.events
             if readers & {*self.following.get(other, ())} or (
                 is_same and record.module_of(other) in modules
