@@ -30,7 +30,7 @@ TOOLS = ROOT / "titanlite/tools"
 # what comes back through each line, the optimizer's own numbers and options, gradients that a step
 # clears; a twentieth: what arrives at a custom backward pass, or is received for nothing; the calls
 # of schedules by hand, fused matrices; gradients line by line and numbers of lines, after a
-# twenty-first; means where a sum is meant, rows of other microbatches, after a next), and the
+# twenty-first set; means where a sum is meant, rows of other microbatches, after another), and the
 # streams and gaps of a planned GPU, and a search that tries what is near the fastest plans, not all
 # (also with larger microbatches; tested on drawn hardware). The core, which has the first three of
 # these, experts and rings, stays below 34,000. A disk that is full took 30 lines of each.
