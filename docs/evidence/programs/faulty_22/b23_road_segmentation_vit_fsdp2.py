@@ -1,13 +1,14 @@
 """A small vision transformer that labels the patches of road scenes, under FSDP2, with a clipping function of its own.
 
-Thread: baidu-baige/LoongForge pull request #152 "[vla, train] fix: correct FSDP2 gradient norm and clipping" (2026): the
-total norm of sharded gradients has to be materialized; pytorch/pytorch pull request #126457 (2024) shows the values: the
-local tensor of the norm is 482 where the norm is 1052, since its placement is _NormPartial.
-Fault: clip takes the local tensor of the total norm, a DTensor that isn't reduced yet; each rank gets the norm of its own
-shards and scales its shards of the gradients by a factor of its own.
-REPAIR: `norm = local(nn.utils.get_total_norm(grads)).item()` -> `norm = whole(nn.utils.get_total_norm(grads)).item()`
-A right first sentence says: clipping uses the norm of each rank's own gradient shards (the local tensor of a partial
-DTensor norm, not reduced over dp); the ranks scale by different and too large factors, while the gradients are right.
+Thread: sgl-project/SpecForge pull request #663 "fix(optimizer): clip by global grad norm across FSDP ranks in
+BF16Optimizer" (2026): the clipping sees a rank-local norm of the reduce-scattered shards and each rank picks a
+different coefficient; likewise pytorch/pytorch issue #170862 (2025) about FSDP2.
+Fault: clip takes the norms of the local tensors of FSDP2's sharded gradients; each rank gets the norm of its own shards
+and scales its shards of the gradients by a factor of its own.
+REPAIR: `norms = [local(grad).norm() for grad in grads]` -> `norms = [whole(grad.norm()) for grad in grads]`
+A right first sentence says: clipping uses the norm of each rank's own gradient shards, not reduced over dp; the ranks
+scale by different and too large factors, so the weights are off after the step, while the gradients before it are
+right.
 """
 
 import torch
@@ -73,8 +74,9 @@ def whole(tensor):
 @torch.no_grad()
 def clip(model):
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = local(nn.utils.get_total_norm(grads)).item()
-    scale = min(1.0, MAX_NORM / (norm + 1e-6))
+    norms = [local(grad).norm() for grad in grads]
+    norm = torch.stack(norms).norm()
+    scale = (MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
         local(grad).mul_(scale)
     return norm
