@@ -215,6 +215,55 @@ def test_the_kind_of_fault_is_named(comparer, name):
     assert re.search(cause, found.cause), "\n".join(found.findings)
 
 
+class Shy(Tied):
+    """Wrong only where nobody looks."""
+
+    def forward(self, tokens, mask):
+        return super().forward(tokens, mask) * (1.0 if self.layer._forward_hooks else 2.0)
+
+
+def test_what_differs_only_unwatched_differs(comparer):
+    # The layer's hooks are those of the record: it is never called itself.
+    found = comparer.compare(Tied, Shy, **GIVEN)
+    assert not found.agrees
+    assert any("the difference is gone" in note for note in found.notes)
+
+
+def penalized(model, batch, scale=0.1):
+    return loss(model, batch) + scale * model.embed.weight.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("parallel_loss", "cause"),
+    [
+        (partial(penalized, scale=0.05), r"of its 2 terms, that of .*square.* alone is 0.5 times"),
+        (loss, r"A term of one process is missing: .*square\(\)\.mean\(\)"),
+    ],
+)
+def test_the_wrong_term_of_a_loss_is_named(comparer, parallel_loss, cause):
+    given = GIVEN | {"loss": penalized, "parallel_loss": parallel_loss}
+    found = comparer.compare(Tied, Tied, **given)
+    assert re.search(cause, found.cause, re.IGNORECASE), "\n".join(found.findings)
+
+
+def next_tokens(model, batch):
+    logits, labels = model(batch["tokens"], MASK), batch["targets"]
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def cut_with_next_labels(batch, mesh):
+    """The labels of the next tokens, cut as the tokens are."""
+    place = mesh.get_local_rank("dp")
+    labels = torch.cat([batch["targets"][:, 1:], torch.full((8, 1), -100)], 1)
+    return {"tokens": batch["tokens"].chunk(2, 1)[place], "targets": labels.chunk(2, 1)[place]}
+
+
+def test_labels_that_are_shifted_twice_are_named(comparer):
+    given = GIVEN | {"loss": next_tokens, "split": cut_with_next_labels}
+    found = comparer.compare(Tied, Tied, **given)
+    assert "1 further on than this rank's. Is it shifted twice" in found.cause, found.findings
+
+
 @pytest.mark.parametrize("options", [{"split": "dp", "step": averaged}, {"step": microbatches}])
 def test_without_a_fault_it_agrees(comparer, options):
     comparer.compare(PLAIN, PLAIN, **GIVEN, **options).check()

@@ -29,7 +29,7 @@ from titanlite.tools.verify.record import (
     is_input,
     module_of,
 )
-from titanlite.tools.verify.wording import agree, beyond, is_near, listed, times
+from titanlite.tools.verify.wording import agree, beyond, is_near, joined, listed, times
 
 UNSEEN = (
     "a collective such as dist.all_reduce is not seen by autograd, so the gradient through it is "
@@ -80,8 +80,8 @@ def first_difference(e: Evidence) -> Iterator[str]:
     line = "" if has_place or arranged else e.first_wrong_line(first)
     code = e.lines_before(first, list(outputs))
     if arranged and wrong_line is not None:
-        code = f": {listed((*wrong_line.only_here[-MOST_LINES:], wrong_line.line))}. "
-        code += arranged[:1].upper() + arranged[1:]
+        lines_there = listed((*wrong_line.only_here[-MOST_LINES:], wrong_line.line))
+        code = joined(f": {lines_there}", arranged)
     line = e.completed or line
     is_said = not (line or code) or _carried(e, first, outputs)
     lines = [] if is_said else [line or f"the code there{code}"]
@@ -99,12 +99,13 @@ def first_difference(e: Evidence) -> Iterator[str]:
     how = list(_how_it_runs(e, first, outputs)) or list(_one_sided(e, first, outputs, line))
     details = how or list(_details(e, first, outputs)) or list(_other_samples(e, first))
     parts += details
+    parts += (_in_other_calls(*one.tokens) for one in list(outputs.values())[:1] if one.tokens)
     parts += _of_module(e, first, outputs)
     parts += [] if how else _of_buffers(e, module_of(first))
     parts += lines * (not is_between)
     if not is_input(first) and not line and not details:
         parts += _own_part_alone(e, module_of(first), list(outputs))
-    yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
+    yield joined(*parts)
 
 
 def _moved_to_the_end(e: Evidence, order: Sequence[str], outputs: Collection[int]) -> str:
@@ -165,6 +166,14 @@ def _sources(e: Evidence, event: str) -> list[str]:
     """The compared tensors that an event is computed from."""
     can_compare = {event for trace in e.traces for event in trace.events}
     return [source for source in e.flow.get(event, ()) if source in can_compare]
+
+
+def _in_other_calls(num_padding: int, number: int) -> str:
+    how = f"with padding ({num_padding} of {number} tokens)" if num_padding else "in one sequence"
+    return (
+        f"one process has these tokens as sequences of their own, and here they are {how}: look at "
+        "the positions that they have (position_ids), and at what they read (the attention mask)"
+    )
 
 
 def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> Iterator[str]:
@@ -711,7 +720,7 @@ def explain_backward(e: Evidence) -> Iterator[str]:
     lines = "" if returned else e.lines_before(last, list(found), is_backward=True)
     passed_on = "" if partial or how or unseen else e.passed_on
     code = returned or (f"The code there{lines}" if lines else passed_on)
-    yield ". ".join(filter(None, [start, place, how, code]))
+    yield joined(start, place, how, code)
 
 
 def _has_wrong_gradient(e: Evidence, trace: RankTrace, event: str) -> bool:

@@ -16,8 +16,9 @@ import inspect
 import os
 import re
 import sys
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -99,7 +100,8 @@ class Events:
         self._calls: list[str] = []
         self._is_left_out = False
         self._is_own = self._is_backward = False
-        self._last: tuple[Tensor | None, tuple[str, ...]] = None, ()
+        # A gradient that is held is copied when it is accumulated, which reduces a Partial one.
+        self._last: tuple[Callable[[], Tensor | None], tuple[str, ...]] = (lambda: None), ()
         # Whether it calls one on the way to the next tensor, and a gradient has just arrived.
         self._has_exchanged = self._has_arrived = False
         self._now: dict[str, None] = {}
@@ -239,7 +241,7 @@ class Events:
             self.checkpointed.add(event)
         if isinstance(value, DTensor):
             self.shapes[event] = value.shape
-        self._keep_lines(self.lines, event)
+        self._keep_lines(self.lines, event, self.values.lines_behind(value))
         if self.finds_flow:
             self.flow.setdefault(event, {}).update(dict.fromkeys(self._sources(value)))
             if read.grad_fn is not None:
@@ -263,10 +265,10 @@ class Events:
                 if is_there and not torch.equal(now.cpu(), self.first[event][place]):
                     self.overwritten.add(event)
                 self._keep_lines(self.lines_backward, event)
-                if gradient is self._last[0]:
+                if gradient is self._last[0]():
                     # Several modules return one tensor.
                     self.lines_backward.setdefault(event, self._last[1])
-                self._last = gradient, self.lines_backward.get(event, ())
+                self._last = weakref.ref(gradient), self.lines_backward.get(event, ())
                 if not is_pending(gradient):
                     own = local_part(gradient.detach()).detach().cpu().clone()
                     self.gradients[event][place] = own
@@ -295,9 +297,12 @@ class Events:
         finally:
             self._is_own = before
 
-    def _keep_lines(self, lines: dict[str, tuple[str, ...]], event: str) -> None:
+    def _keep_lines(
+        self, lines: dict[str, tuple[str, ...]], event: str, behind: Container[str] = ()
+    ) -> None:
+        """Keep the lines since the last tensor; of them those `behind` this one, if any are."""
         if self._now:
-            lines.setdefault(event, tuple(self._now))
+            lines.setdefault(event, tuple(n for n in self._now if n in behind) or tuple(self._now))
             self._now.clear()
 
     def note_line(self, foreign: tuple[str, ...]) -> str:

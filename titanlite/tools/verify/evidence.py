@@ -17,6 +17,7 @@ from titanlite.tools.verify.wording import (
     be,
     beyond,
     distinct_texts,
+    joined,
     listed,
     name_factor,
     name_parameters,
@@ -201,7 +202,7 @@ class Evidence:
         if found.never_here and not found.source:
             lines = listed(found.never_here[-MOST_LINES:])
             parts.append(f"On one process it reads the result of {lines}, which does not run here")
-        return ". ".join(parts)
+        return joined(*parts)
 
     def arranged(self, line: record.WrongLine) -> str:
         """Whether a wrong line only arranges what modules return that agree; "" if not."""
@@ -220,6 +221,13 @@ class Evidence:
         if found.instead:
             start = f"the first line that reads something else is {found.line}: the result of "
             return start + ", on one process that of ".join(found.instead)
+        if found.shift:
+            where = f"{abs(found.shift)} {'further on' if found.shift > 0 else 'before'}"
+            return (
+                f"{start}: it has the tokens of one process that are {where} than this rank's. Is "
+                "it shifted twice, before the sequence is cut and after, or counted from another "
+                "place?"
+            )
         only_here = listed(found.only_here[-MOST_LINES:])
         if found.is_moved:
             how = f"{start}: it has rows or columns of one process, but others than those that "

@@ -143,16 +143,22 @@ def _right_copies(e: Evidence, wrong: list[str]) -> Iterator[str]:
 def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[Explained]:
     """Gradients that are correct once summed over an axis."""
     by_axis: dict[tuple[str, str], list[str]] = defaultdict(list)
+    zeros: dict[str, list[str]] = defaultdict(list)
     for name in wrong:
         sums = [t.summed_gradients[name] for t in e.traces if name in t.summed_gradients]
         for axis in {axis for of_rank in sums for axis in of_rank}:
             found = [of_rank[axis] for of_rank in sums if axis in of_rank]
+            # A sum that cancels out has no factor of its own.
+            if all(one.bb**0.5 < WRONG * one.scale and one.difference < WRONG for one in found):
+                zeros[axis].append(name)
+                continue
             factor, left = pooled(found)
             spread = {round(pooled([one])[0], 6) for one in found}
             if left < EXPLAINED and len(spread) == 1 and not _has_factor(e, name):
                 words = "" if is_near(factor, 1.0) else f", divided by {factor:.6g}"
                 by_axis[axis, words].append(name)
     for (axis, words), names in by_axis.items():
+        names += zeros.pop(axis, [])
         if before := _all_before(e, wrong, names):
             others = e.named(before)
             last = max(names, key=e.parameter_order.__getitem__)

@@ -336,6 +336,8 @@ class ModuleOutput:
     """
     is_padded: bool = False
     """Whether it has more than its part of the reference's, of other code: padding."""
+    tokens: tuple[int, int] | None = None
+    """How many of its tokens are padding, and all, if one process has them in other calls."""
     is_part: bool = False
     """Whether it is compared with a part of the reference's, of other code."""
     has_equal_rows: bool = False
@@ -401,6 +403,8 @@ class RankTrace:
     numbers: tuple[WrongLine, ...] = ()
     """The lines outside modules that are given other numbers than on one process."""
     wrong_lines: tuple[WrongLine, ...] = ()
+    wrong_terms: tuple[WrongTerm, ...] = ()
+    """The terms of the loss that differ, if others agree."""
     """The first lines whose results are wrong, of other code."""
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     """Call of a module -> the groups of ranks that exchange something inside it."""
@@ -621,10 +625,25 @@ class WrongLine:
     """Numbers that its operator is given: which, the rank's, and another of one process."""
     rows: str = ""
     """The rows of one process that the result has, if they are not the rank's."""
+    shift: int = 0
+    """How much further on than the rank's tokens the columns are that the result has."""
     order: str = ""
     """How it reads the elements that one process reads there, if in another order."""
     border: str = ""
     """Where it differs, if that is only where the rank's part "begins" or "ends"."""
+
+
+class WrongTerm(NamedTuple):
+    """A term of a loss of `number` terms that differs, or that one side alone has."""
+
+    number: int
+    line: str
+    """That computes it on the ranks; "" if none does."""
+    value: float
+    """Over all ranks."""
+    known_line: str
+    """That of one process, "" for none, with its value."""
+    known: float
 
 
 @dataclass

@@ -188,7 +188,9 @@ def explain_buffers(e: Evidence) -> Iterator[str]:
         run.rank
         for run in e.runs
         if all(
-            run.steps[e.step].buffers[n].error == 0 for n in apart if n in run.steps[e.step].buffers
+            run.steps[e.step].buffers[n].difference <= WRONG
+            for n in apart
+            if n in run.steps[e.step].buffers
         )
     ]
     agree = f" (those of {listed([f'rank {rank}' for rank in right], 3)} agree)" if right else ""
@@ -205,7 +207,24 @@ def explain_buffers(e: Evidence) -> Iterator[str]:
     )
     yield (
         f"buffers differ from those of one process after step {e.step}: {listed(wrong, 3)}; {how}. "
-        f"{_counted_again(e, wrong) or what}"
+        f"{_counted_again(e, wrong) or _stale(e, apart, right) or what}"
+    )
+
+
+def _stale(e: Evidence, apart: Sequence[str], right: Sequence[int]) -> str:
+    """Whether ranks still have what they had before a step that others update rightly; or ""."""
+    for run in e.runs if right and apart else ():
+        now, before = (run.steps[step].buffers for step in (e.step, e.step - 1))
+        same = [n in now and n in before and now[n].digest == before[n].digest for n in apart]
+        if all(same) == (run.rank in right):
+            return ""
+    if not right or not apart:
+        return ""
+    who = listed([f"rank {rank}" for rank in right], 3)
+    return (
+        f"The other ranks still have the values of step {e.step - 1}: only {who} updates them. "
+        "Broadcast what is updated (DDP does before a forward pass, unless broadcast_buffers=False)"
+        ", or update it on every rank"
     )
 
 

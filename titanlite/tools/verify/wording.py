@@ -113,6 +113,16 @@ def listed(values: Iterable[object], most: int = 6) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
+def joined(first: str, *more: str) -> str:
+    """Sentences after each other; empty ones are left out, and names keep their first letter."""
+    for sentence in filter(None, more):
+        is_word = sentence.split(None, 1)[0].rstrip(",").isalpha()
+        begin = sentence[0].upper() if is_word else sentence[0]
+        stop = "" if first.endswith("?") else "."
+        first = f"{first}{stop} {begin}{sentence[1:]}" if first else sentence
+    return first
+
+
 def name_parameters(names: Collection[str], runs: Sequence[RankRun], what: str) -> str:
     """Words for a set of parameters: their names, and the stage or placement they share."""
     chosen = set(names)

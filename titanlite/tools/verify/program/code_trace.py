@@ -61,6 +61,8 @@ class CodeTracer(Tracer):
     """The same, of what modules receive and return, in a step whose lines are watched."""
     subsets: dict[tuple[int, int], Tensor] = field(default_factory=dict, kw_only=True)
     """Numbers of rows, the rank's and all -> which it has, as of a graph's edges, or tokens."""
+    padding: dict[int, Tensor] = field(default_factory=dict, kw_only=True)
+    """Number of tokens -> which of them one process, which has them in other calls, lacks."""
     features: Tensor | None = field(default=None, kw_only=True)
     """Which features of the reference's the output that is compared has, if declared."""
 
@@ -81,6 +83,18 @@ class CodeTracer(Tracer):
         found = {axis for of_rank in gathered(own) for axis in of_rank}
         return tuple(axis for axis in groups if axis in found)
 
+    def is_of_no_data(self, event: str, known: Mapping[str, Any]) -> bool:
+        where, stack, seen = self.where, [event], {event}
+        of_batch = set() if where is None else {where.num_rows, where.num_rows * where.num_columns}
+        while stack:
+            sizes = {size for one in known.get(stack[-1], ()) for size in one.shape}
+            if where is None or where.num_rows < 2 or sizes & of_batch:
+                return False
+            new = [one for one in self.reference.flow.get(stack.pop(), ()) if one not in seen]
+            stack += new
+            seen |= {*new}
+        return True
+
     def weights(self) -> Mapping[str, Tensor]:
         """This rank's parts: the reference's are those after its step."""
         local = self.subject.local
@@ -91,6 +105,8 @@ class CodeTracer(Tracer):
         self.features = None if is_input(event) else self._declared(module_of(event))
         calls = calls[-(self.request.microbatches or len(calls)) :]
         compared = self._compare(calls, known)
+        if compared is None and len(known) > 1:
+            return self._as_tokens(calls, known)
         if len(calls) > 2 and (compared is None or compared[0].is_moved):
             # A pipeline's first step starts with a call that only finds shapes.
             compared = self._compare(calls[1:], known) or compared
@@ -123,6 +139,10 @@ class CodeTracer(Tracer):
         sizes = [call.size(0) for call in calls]
         if len(known) == 1 and self.where and sum(sizes) == len(self.where.rows):
             self.sizes.setdefault(len(calls), sizes)
+        if len(known) == 1 < len(calls) and (pieces := self._in_pieces(calls, known[0])):
+            whole = known[0]
+            right = [agreement(c, one(whole), whole) for c, one in zip(calls, pieces, strict=True)]
+            return in_all(right, ()), pieces
         chosen: list[Select] = []
         found: list[Agreement] = []
         is_moved, is_chosen, elsewhere, is_padded = False, False, "", False
@@ -188,6 +208,48 @@ class CodeTracer(Tracer):
         if is_cut and wrong and self.where is not None and every[0] % self.where.num_rows:
             output.cut = f"{list(shape)}, {list(every)} on one process"
         return output, chosen
+
+    def _as_tokens(self, calls: Sequence[Tensor], known: Sequence[Tensor]) -> Compared | None:
+        """Tokens that one process has in other calls, as sequences one by one, without padding.
+
+        What the first tensor of as many tokens does not have in common is padding in all of them.
+        """
+        every = *calls, *known
+        if any(not one.is_floating_point() or one.ndim < 2 or not one.numel() for one in every):
+            return None
+        if len({one.size(-1) for one in every}) > 1 or calls[0].size(-1) < 2:
+            return None
+        own, theirs = (torch.cat([t.flatten(0, -2) for t in some]) for some in (calls, known))
+        most = self.tolerance * max(theirs.abs().max().item(), 1e-300)
+        is_there = _nearest_rows(own, theirs)[1] <= most
+        padding = self.padding.setdefault(len(own), ~is_there)
+        if 2 * padding.sum() > len(own):
+            return None
+        wrong = ~is_there & ~padding
+        part = own.where(~wrong[:, None], 0)
+        output = in_all([agreement(own, part, theirs)], (0,) if wrong.any() else ())
+        output.tokens = int(padding.sum()), len(own)
+        return output, [lambda whole: whole]
+
+    def _in_pieces(self, calls: Sequence[Tensor], whole: Tensor) -> list[Select]:
+        """What takes the parts of calls that each have all of this rank's rows, and together its
+        part in another dimension, one after the other, as in chunks of the sequence; else none.
+        """
+        if self.where is None or any(len(call) != len(self.where.rows) for call in calls):
+            return []
+        for dim in range(1, calls[0].ndim):
+            rest = {(*call.shape[:dim], *call.shape[dim + 1 :]) for call in calls}
+            if len(rest) > 1 or calls[0].ndim != whole.ndim:
+                continue
+            own, sizes = torch.cat(list(calls), dim), [call.size(dim) for call in calls]
+            for select in self.ways(own, whole, (0, 1)):
+                part = select(whole)
+                is_right = part.shape == own.shape
+                if is_right and agreement(own, part, whole).difference <= self.tolerance:
+                    return [
+                        functools.partial(_piece, select, sizes, dim, i) for i in range(len(calls))
+                    ]
+        return []
 
     def _of_other_columns(self, call: Tensor, whole: Tensor) -> str:
         """Whose columns a tensor has, if they are a chunk, and not those of this rank; or ""."""
@@ -398,6 +460,9 @@ class CodeTracer(Tracer):
         """Selections of one dimension: the numbers to take first, then a chunk (index, count)."""
         own, size = call.size(dim), whole.size(dim)
         is_last = dim == call.ndim - 1
+        if size == 1 < own:
+            # One process broadcasts what the rank has for each row.
+            yield torch.zeros(own, dtype=torch.long), 0, 1
         if is_last and self.features is not None and len(self.features) == own < size:
             yield self.features, 0, 1
         if own < size and (own, size) in self.subsets:
@@ -470,6 +535,10 @@ def _cut(cuts: Sequence[tuple[Tensor | None, int, int]], whole: Tensor) -> Tenso
     return whole
 
 
+def _piece(select: Select, sizes: list[int], dim: int, index: int, whole: Tensor) -> Tensor:
+    return select(whole).split(sizes, dim)[index]
+
+
 def _batch_rows(select: Select, call: Tensor, whole: Tensor) -> list[int]:
     """The rows, of dimension 0, that a selection takes; none if they could be taken for others."""
     if call.shape[1:] != whole.shape[1:] or len(whole.flatten(1).unique(dim=0)) < len(whole):
@@ -516,6 +585,16 @@ def _chosen(call: Tensor, whole: Tensor) -> FusedCut | None:
 
 def _find_rows(own: Tensor, known: Tensor, most: float) -> Tensor | None:
     """For each row of `own` a row of `known` within `most`, -1 for a row of zeros; or None."""
+    chosen, apart = _nearest_rows(own, known)
+    is_zero = ~own.any(1)
+    chosen[is_zero] = -1
+    if is_zero.all() or not (apart <= most)[~is_zero].all():
+        return None
+    return chosen
+
+
+def _nearest_rows(own: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row of `own` the row of `known` that equals it, if one does, and how far it is."""
     generator = torch.Generator().manual_seed(0)
     direction = torch.rand(own.size(1), generator=generator, dtype=torch.float64)
     order = (known.double() @ direction).sort()
@@ -525,12 +604,7 @@ def _find_rows(own: Tensor, known: Tensor, most: float) -> Tensor | None:
     rows = order.indices[beside]
     apart = (known[rows] - own).abs().amax(-1)
     best = apart.min(0)
-    chosen = rows.gather(0, best.indices[None])[0]
-    is_zero = ~own.any(1)
-    chosen[is_zero] = -1
-    if is_zero.all() or not (best.values <= most)[~is_zero].all():
-        return None
-    return chosen
+    return rows.gather(0, best.indices[None])[0], best.values
 
 
 def same_rows(own: Tensor, whole: Tensor) -> bool:

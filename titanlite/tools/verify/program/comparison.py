@@ -167,7 +167,8 @@ class Comparer(contextlib.AbstractContextManager["Comparer"]):
             record = self._reference(packed, folder)
             found.narrowed = record.narrowed
             try:
-                runs = pool.call(on_rank.parallel.run_parallel, packed, folder, record)
+                what = packed, folder, record
+                runs = pool.call(on_rank.parallel.run_parallel, *what, records=False)
             except TitanliteError as error:
                 found.error = failure(error)
                 found.findings = [found.error_finding]

@@ -42,7 +42,15 @@ from titanlite.tools.verify.updates import (
     explain_state,
     explain_update,
 )
-from titanlite.tools.verify.wording import Explained, agree, be, is_near, listed, name_factor
+from titanlite.tools.verify.wording import (
+    Explained,
+    agree,
+    be,
+    is_near,
+    joined,
+    listed,
+    name_factor,
+)
 
 LEAST_COUNT = 8
 
@@ -138,9 +146,12 @@ class PartEvidence(Evidence):
         runs = [run for run in self.runs if isinstance(run, CodeRun)]
         apart = {(run.rank, name): words for run in runs for name, words in run.options.items()}
         wrong = {(rank, name) for rank, of_rank in self.updates.items() for name in of_rank}
-        if not wrong or apart.keys() != wrong or len(set(apart.values())) > 1:
+        # Weights of zero do not decay.
+        known = {words for key, words in apart.items() if key in wrong}
+        is_decay = all(word.startswith("weight_decay") for words in known for word in words)
+        if len(known) != 1 or not wrong <= apart.keys() or not (is_decay or apart.keys() == wrong):
             return ""
-        (words,) = set(apart.values())
+        (words,) = known
         return (
             f"The optimizer has {listed(words)} on one process for "
             f"{'them' if len({name for _, name in wrong}) > 1 else 'it'}: look at how parameters "
@@ -184,13 +195,14 @@ class PartEvidence(Evidence):
         if left < EXPLAINED and factor and is_multiple:
             return (
                 f"They differ by {factor:.4g} times the weights before the step: the weight decay "
-                "of these parameters is not that on one process. Look at their parameter groups"
+                "of these parameters is not that on one process. "
+                f"{self._describe_options() or 'Look at their parameter groups'}"
             )
         factor, left = pooled([one.fit for one in wrong])
         if left >= EXPLAINED:
             scales = self._describe_scales()
             line = self._describe_step() if scales else ""
-            return ". ".join(filter(None, [scales, line])) or self._describe_shares(wrong)
+            return joined(scales, line) or self._describe_shares(wrong)
         if is_near(factor, 1.0):
             return ""
         same = self._same(factor)
@@ -291,7 +303,7 @@ def conclude(e: PartEvidence) -> list[str]:
             splits = set(explain_replicas(e))
             found = [sentence for sentence in diagnose(e, stage) if sentence not in splits]
             more = _cleared(e) if {explain_parts, explain_uses} & {*stage} else _unread(e)
-            return [found[0] + more, *found[1:]] if found else []
+            return [joined(found[0], more), *found[1:]] if found else []
     return diagnose(e, ())
 
 
@@ -301,7 +313,7 @@ def _cleared(e: PartEvidence) -> str:
     lines = (line for t in e.watched for line, names in t.cleared.items() if names & wrong)
     found = next(lines, "")
     return (
-        f". {found} clears gradients in the middle of the step, after a backward pass has added to "
+        f"{found} clears gradients in the middle of the step, after a backward pass has added to "
         "them: what that has added is lost"
     ) * bool(found)
 
@@ -313,7 +325,7 @@ def _unread(e: PartEvidence) -> str:
     sent = [run.traffic.sent[index] for run in e.runs for index in run.traffic.unread]
     sums = sorted((one.num_bytes, one.site) for one in sent if one.kind == "all_reduce")
     return (
-        f". Nothing reads the result of the all-reduce in {sums[-1][1]} before it is gone: does it "
+        f"Nothing reads the result of the all-reduce in {sums[-1][1]} before it is gone: does it "
         "sum a copy (contiguous(), a cast), and not what is used?"
         if sums
         else ""
@@ -600,6 +612,8 @@ def explain_parts(e: PartEvidence) -> Iterator[str]:
 
 def explain_uses(e: PartEvidence) -> Iterator[str]:
     """Gradients that lack, or have too often, what some of the parameter's uses add to them."""
+    if e.failed("loss") and _of_terms(e):
+        return
     wrong = e.failed("gradient")
     missing = {name for found in missing_sums(e, wrong) for name in found.names}
     groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -822,6 +836,30 @@ def explain_logarithm(e: PartEvidence) -> Iterator[str]:
             )
 
 
+def _of_terms(e: PartEvidence) -> str:
+    """Which terms of a loss are wrong, if others are right; "" if that is unknown."""
+    found = next((trace.wrong_terms for trace in e.watched if trace.wrong_terms), ())
+    if not found:
+        return ""
+    lines, known = (
+        listed(dict.fromkeys(filter(None, own)), 3)
+        for own in ([one.line for one in found], [one.known_line for one in found])
+    )
+    if not lines or not known:
+        is_more = "it has a term that the loss of one process does not have"
+        return f"{is_more if lines else 'a term of one process is missing'}: {lines or known}"
+    factors = {round(one.value / one.known, 6) if one.known else 0.0 for one in found}
+    few = f"of its {found[0].number} terms, "
+    few += f"that of {lines}" if len(found) == 1 else f"those of {lines}"
+    there = "" if lines == known else f", in {known}"
+    if len(factors) > 1:
+        return f"{few} alone differ from one process{there}"
+    factor = factors.pop()
+    same = f", and {factor:g} is {name}" if (name := e.factor(factor)) else ""
+    times = "is" if len(found) == 1 else "are"
+    return f"{few} alone {times} {factor:g} times as large as on one process{there}{same}"
+
+
 def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
     """The loss, if all that the model returns agrees."""
     if outputs_agree(e) or not any(trace.events for trace in e.traces):
@@ -832,12 +870,11 @@ def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
         first = e.wrong_line()
         sides = one_sided(e, "", [run.rank for run in e.runs])
         more = [one for one in sides if first is None or not one.endswith(first.line)]
-        line = ". ".join(filter(None, [line, *(one[:1].upper() + one[1:] for one in more)]))
-        line = line or e.returned
+        line = joined(_of_terms(e), line, *more) or e.returned
         if not e.completed and (found := e.wrong_line()) and not found.source:
-            line += "".join(f". After the step, {one}" for one in explain_buffers(e))
+            line = joined(line, *(f"after the step, {one}" for one in explain_buffers(e)))
         for sentence in explain_loss(e):
-            yield f"{sentence}. {line[:1].upper()}{line[1:]}" if line else sentence
+            yield joined(sentence, line)
 
 
 STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (

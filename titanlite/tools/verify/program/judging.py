@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -72,34 +73,65 @@ class Judging:
     found: Comparison
 
     def judge(self, tolerance: float | str | None) -> None:
-        """Fill in the result."""
+        """Fill in the result: from runs in which nothing is recorded, since what watches may change
+        what it watches; of code that differs, another run says why.
+        """
+        found = self.found
+        self._judge_runs(tolerance)
+        if found.failures or found.splits:
+            self._record(tolerance)
+        self._judge_pending()
+        self._judge_local()
+        found.look_at_traffic(self.runs)
+        self._conclude()
+        self._note_not_compared()
+
+    def _record(self, tolerance: float | str | None) -> None:
+        """Run again, with a record of what modules receive and return."""
+        found, plain, why = self.found, self.runs, ""
+        try:
+            pool, what = self.pools.of(found.grid.world_size), (self.packed, self.folder)
+            self.runs = pool.call(on_rank.parallel.run_parallel, *what, self.record)
+            self._judge_runs(tolerance)
+            if not (found.failures or found.splits):
+                why = "the difference is gone: is something done otherwise where tensors or "
+                why += "modules have hooks, or a gradient is held?"
+        except TitanliteError as error:
+            failure(error)
+            why = " ".join(str(error).split())[:200]
+        if why:
+            self.runs = plain
+            self._judge_runs(tolerance)
+            found.notes.append(f"what modules receive and return could not be recorded ({why})")
+
+    def _judge_runs(self, tolerance: float | str | None) -> None:
+        """Judge the differences of the ranks' runs."""
         found, is_narrow = self.found, bool(self.record.narrowed)
         self._place()
         found.losses = self._combine_losses()
         is_measured = tolerance == SENSITIVITY
         found.differences = self._differences(self.runs, by_distance=is_measured)
         if is_measured:
-            again = (self._again(found.dtype, number) for number in range(1, NUM_PERTURBED + 1))
-            rounding = largest_of(again, len(self.record.steps))
             least = HALF_SPACING[found.dtype]
-            found.judge(Sensitivity(found.dtype, rounding, is_narrow, least=least))
+            found.judge(Sensitivity(found.dtype, self._sensitivity, is_narrow, least=least))
         elif isinstance(tolerance, float):
             found.judge(Given(dtype=found.dtype, limit=tolerance))
         elif found.dtype == "float64":
             found.judge(Tolerance("float64", is_narrow=is_narrow))
         else:
-            found.judge(Tolerance(found.dtype, self._rounding(found.dtype, "float64")))
+            found.judge(Tolerance(found.dtype, self._rounding))
         is_wrong = any(failure.kind != "start" for failure in found.failures)
         if is_wrong and found.dtype == "float64":
             # Some tensors have larger rounding errors; measuring them also finds random numbers.
-            rounding = self._rounding("float64")
+            rounding = self._rounding
             if tolerance is None:
                 found.judge(Tolerance("float64", rounding, is_narrow))
-        self._judge_pending()
         names = {name for run in self.runs for name in run.placements}
         found.splits = [split for split in unequal_replicas(self.runs) if split.name in names]
-        self._judge_local()
-        found.look_at_traffic(self.runs)
+
+    def _conclude(self) -> None:
+        """Say what is wrong, or what could be hidden."""
+        found = self.found
         if not found.agrees:
             found.findings = list(found.problems)
             is_explained = found.problems and all(
@@ -122,7 +154,6 @@ class Judging:
                 "how ranks with different samples are averaged cannot show: give split, such as "
                 'split="dp"'
             )
-        self._note_not_compared()
 
     def _reads_the_whole_batch(self) -> bool:
         """Whether there are several ranks, and `split` gives all the same."""
@@ -202,6 +233,17 @@ class Judging:
         if gradients - local <= wrong:
             self._leave_to_the_step(gradients)
             few = sorted(wrong)
+            pending = {name for run in self.runs for name in run.pending}
+            if gradients - wrong <= pending and not wrong & pending:
+                who = name_parameters(few, self.runs, "gradient")
+                found.problems.append(
+                    f"{who} {be(who)} each rank's own at the optimizer step, without a sum over "
+                    "the ranks. Those of the other parameters are Partial, so DTensor reduces "
+                    "them. Where a local tensor takes the place of a DTensor, say how its gradient "
+                    "is placed (grad_placements of to_local, in_grad_placements of local_map): "
+                    "Partial(), if each rank has other samples"
+                )
+                return
             copies = Counter(name for run in self.runs for name in run.placements)
             is_tied = min(copies[name] for name in few) > min(copies.values())
             found.problems.append(
@@ -341,26 +383,32 @@ class Judging:
                 of_step.pop(("norm", ""), None)
         return found
 
-    def _rounding(self, *dtypes: str) -> list[dict[Key, float]]:
-        """The reference's differences from itself, with weights that differ in the last bit.
+    @functools.cached_property
+    def _sensitivity(self) -> list[dict[Key, float]]:
+        """The reference's largest differences from itself, perturbed."""
+        numbers = range(1, NUM_PERTURBED + 1)
+        again = (self._again(self.found.dtype, number) for number in numbers)
+        return largest_of(again, len(self.record.steps))
+
+    @functools.cached_property
+    def _rounding(self) -> list[dict[Key, float]]:
+        """The reference's differences from itself, with weights that differ in the last bit, and
+        beside those in float64.
 
         Raises ConfigError if they are far larger than rounding error.
         """
-        found = [self._again(self.found.dtype)]
-        for dtype in dtypes:
-            if dtype != self.found.dtype:
-                try:
-                    found.append(self._again(dtype))
-                except TitanliteError as error:
-                    failure(error)
-                    why = " ".join(str(error).split())
-                    # One run may agree by chance.
-                    least = [dict.fromkeys(of_step, FLOAT32_ROUNDING) for of_step in found[0]]
-                    found.append(least)
-                    self.found.notes.append(
-                        f"the reference does not run in {dtype}, so its rounding error is measured "
-                        f"in {self.found.dtype} alone ({why[:200]})"
-                    )
+        found, own = [self._again(self.found.dtype)], self.found.dtype
+        if own != "float64":
+            try:
+                found.append(self._again("float64"))
+            except TitanliteError as error:
+                failure(error)
+                # One run may agree by chance.
+                found.append([dict.fromkeys(of_step, FLOAT32_ROUNDING) for of_step in found[0]])
+                self.found.notes.append(
+                    "the reference does not run in float64, so its rounding error is measured in "
+                    f"{own} alone ({' '.join(str(error).split())[:200]})"
+                )
         return largest_of(found, len(self.record.steps))
 
     def _again(self, dtype: str, perturbed: int = 0) -> list[dict[Key, float]]:
@@ -428,7 +476,11 @@ class Judging:
             with contextlib.suppress(RankError):
                 judge, own = on_rank.weights.judge_updates, list(saved.values())
                 updates = self.pools.alone(judge, self.packed, step, own)
-                evidence.updates = dict(zip(saved, updates, strict=True))
+                failed = set(evidence.failed("weight"))
+                evidence.updates = {
+                    rank: {name: one for name, one in found.items() if name in failed}
+                    for rank, found in zip(saved, updates, strict=True)
+                }
         return evidence
 
     def _complete(self, evidence: PartEvidence, step: int) -> str:
@@ -512,7 +564,10 @@ class Judging:
             call = "" if is_input(first) else module_of(first)
             self.pools.alone(on_rank.reference.run_model, *what, step, call)
             pool = self.pools.of(self.found.grid.world_size)
-            runs = pool.call(on_rank.parallel.run_parallel, *what, self.record, step)
+            loss = fmean(run.steps[step].loss for run in self.runs)
+            if all(run.averages for run in self.runs):
+                loss = fmean(_losses_of_parts(self.runs, step - 1) or [loss])
+            runs = pool.call(on_rank.parallel.run_parallel, *what, self.record, step, loss=loss)
             evidence.watched = [run.traces[step] for run in runs]
             evidence.completed = self._complete(evidence, step)
         except TitanliteError as error:

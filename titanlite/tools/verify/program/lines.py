@@ -46,11 +46,16 @@ Pair = tuple[Tensor, Tensor, tuple[int, int]]
 
 
 def wrong_lines(
-    tracer: CodeTracer, values: Values, known: Values, num_microbatches: int
+    tracer: CodeTracer,
+    values: Values,
+    known: Values,
+    num_microbatches: int,
+    terms: Collection[int] = (),
 ) -> tuple[tuple[WrongLine, ...], tuple[WrongLine, ...], tuple[str, ...], tuple[WrongLine, ...]]:
     """The first values that are wrong on some rank, beside the reference's, those that the host
     reads though they are shares, what `_without_gradient` finds, and lines that are given other
-    numbers; every rank of the world must call this.
+    numbers; every rank of the world must call this. If `terms` of the loss are known to be wrong,
+    only values that are in them.
     """
     others, instead = counterparts_of(values, known, num_microbatches)
     pairs = pairs_of(values, known, others, num_microbatches)
@@ -72,6 +77,8 @@ def wrong_lines(
     rows: dict[Place, str] = {}
     for there in gathered({p: _rows(*found[p]) for p in some if states.get(p) == "wrong"}):
         rows |= {place: which for place, which in there.items() if which}
+    far = {p: _shift(tracer, *pair) for p, pair in found.items() if judged[p] not in RIGHT}
+    shifts = {p: by for there in gathered(far) for p, by in there.items() if by}
     at_borders = {p: _border(tracer, *found[p]) for p in some if states.get(p) == "wrong"}
     borders: dict[Place, set[str]] = defaultdict(set)
     for place, which in (one for there in gathered(at_borders) for one in there.items()):
@@ -84,9 +91,13 @@ def wrong_lines(
     alike = {p for p in some if len({of_rank.get(p) for of_rank in digests}) == 1}
     search = _LineSearch(
         *(values, known, others, instead, states, wrong, unjudged),
-        *(shares, rows, borders, parts, axes, alike),
+        *(shares, rows, shifts, borders),
+        *(terms, parts, axes, alike),
     )
     lines = tuple(itertools.islice(search.found(), MOST_LINES))
+    if not lines:
+        # Where none is wrong for certain, one that has other tokens may be.
+        lines = tuple(WrongLine(*place[0][:2], shift=by) for place, by in shifts.items())
     where = tracer.where
     plain = [1.0, len(where.rows) / where.num_rows / num_microbatches] if where else []
     numbers = tuple(search.numbers(plain)) if where else ()
@@ -247,6 +258,27 @@ def _rows(own: Tensor, whole: Tensor, share: tuple[int, int]) -> str:
     return ""
 
 
+def _shift(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int]) -> int:
+    """How much further on than this rank's tokens the integers are that a value has; 0 if unknown.
+
+    After a shift of labels, which are those of the next token, as after any, a few are missing.
+    """
+    where = tracer.where
+    is_whole = share == (0, 1) and own.ndim == whole.ndim > 1
+    if where is None or not is_whole or own.is_floating_point():
+        return 0
+    if len(where.columns) == where.num_columns:
+        # The code itself may cut the sequence.
+        return 0
+    known = whole[where.rows] if len(whole) == where.num_rows else whole
+    is_part = own.shape[2:] == known.shape[2:] and 1 < own.size(1) < known.size(1)
+    if not is_part or len(own) != len(known) or (own == own.flatten()[0]).all():
+        return 0
+    blocks = known.unfold(1, own.size(1), 1).movedim(-1, 2).movedim(1, 0)
+    same = [first for first, one in enumerate(blocks) if torch.equal(one, own)]
+    return same[0] - int(where.columns[0]) if len(same) == 1 else 0
+
+
 def _border(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int]) -> str:
     """Where a part differs, if that is only where it "begins", or "ends"; or ""."""
     for select in tracer.ways(own, whole, share):
@@ -265,7 +297,7 @@ def shares_of(
         {
             place: tuple(own.shape)
             for place, (own, whole, _) in pairs.items()
-            if own.dtype != torch.bool and own.shape == whole.shape
+            if own.dtype != torch.bool and not own.is_complex() and own.shape == whole.shape
         }
     )
     num_rows = gathered(0 if tracer.where is None else len(tracer.where.rows))
@@ -343,8 +375,12 @@ class _LineSearch:
     shares: Mapping[Place, str]
     rows: Mapping[Place, str]
     """Those that have rows of one process that are not the rank's, and which."""
+    shifts: Mapping[Place, int]
+    """What `_shift` finds on some rank."""
     borders: Mapping[Place, set[str]]
     """What `_border` finds on the ranks."""
+    terms: Collection[int]
+    """The values that are wrong terms of the loss, if others are right."""
     parts: Collection[int]
     """The values of which this rank has only a part."""
     axes: Mapping[str, Sequence[int]]
@@ -358,6 +394,7 @@ class _LineSearch:
         What depends on no data comes last: a rank may count from 0 what is counted on from there.
         """
         harmless, free, joined = self._harmless(), self.values.is_free, self._joined()
+        reached = self._part_of_the_loss(harmless)
         numbers = sorted(range(len(free)), key=free.__getitem__)
         for number, place in ((number, self.values.places[number]) for number in numbers):
             (call, line, operator), state = place[0], self.states.get(place)
@@ -369,7 +406,7 @@ class _LineSearch:
                 yield WrongLine(call, line, instead=tuple(key[1] for key, _ in read))
             if place not in self.wrong or place in self.shares or harmless[number]:
                 continue
-            if number in joined:
+            if number in joined or (number not in reached and self._is_beside(number, harmless)):
                 continue
             if (state == "chosen" or self._reshapes(number)) and any(
                 other[0][:2] == (call, line) and other not in self.shares and not harmless[n]
@@ -379,6 +416,8 @@ class _LineSearch:
                 continue
             found = WrongLine(call, line, state in ("moved", "chosen"))
             found.rows = self.rows.get(place, "")
+            of_line = (by for p, by in self.shifts.items() if p[0][:2] == (call, line))
+            found.shift = next(of_line, 0)
             # The rank's part of a value inside the line may have another size.
             ends = (own for other, own in self.borders.items() if other[0][:2] == (call, line))
             found.border = next(("".join(own) for own in ends if len(own) == 1), "")
@@ -517,15 +556,43 @@ class _LineSearch:
                 stack += [source] * (is_open and source not in seen)
         return False
 
-    def _harmless(self) -> dict[int, bool]:
+    def _readers(self) -> dict[int, list[int]]:
+        """The values that are computed from each."""
         readers: dict[int, list[int]] = defaultdict(list)
         for number, own in enumerate(self.values.sources):
             for source in own:
                 readers[source].append(number)
+        return readers
+
+    def _part_of_the_loss(self, harmless: Mapping[int, bool]) -> set[int]:
+        """The values that are wrong, and part of what a backward pass begins with, or of its wrong
+        terms, by others that are wrong.
+        """
+        readers, arrived, found = self._readers(), self.values.arrived.keys(), set[int]()
+        for number in reversed(range(len(self.values.places))):
+            begins = number in arrived and arrived.isdisjoint(readers[number])
+            begins = number in self.terms if self.terms else begins
+            if not harmless[number] and (begins or not found.isdisjoint(readers[number])):
+                found.add(number)
+        return found
+
+    def _is_beside(self, number: int, harmless: Mapping[int, bool]) -> bool:
+        """Whether a value that is no part of the loss is not the cause: if other terms are wrong,
+        or by an index that chooses what the code of a module runs, which returns what is right.
+        """
+        own = self.values.tensors[number]
+        returned = self.values.outputs.get(self.values.places[number][0][0])
+        is_index = own is not None and not own.is_floating_point()
+        is_index = is_index and returned is not None and harmless[returned]
+        return bool(self.values.arrived) and (is_index or bool(self.terms))
+
+    def _harmless(self) -> dict[int, bool]:
+        readers = self._readers()
         known, harmless = self.states.keys() - self.unjudged, dict[int, bool]()
         for number in reversed(range(len(self.values.places))):
             place, after = self.values.places[number], readers[number]
             is_right = place in known and place not in self.wrong
+            is_right = is_right or (not after and self.values.is_unused(number))
             harmless[number] = is_right or (bool(after) and all(harmless[r] for r in after))
         return harmless
 

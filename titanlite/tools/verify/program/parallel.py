@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import fsdp_groups, local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending
+from titanlite.tools.verify.differences import NARROW_TOLERANCE
 from titanlite.tools.verify.events import Events, OperatorWatch
 from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
@@ -40,6 +42,7 @@ from titanlite.tools.verify.program.gradient_modes import Cleared, Lines
 from titanlite.tools.verify.program.lines import wrong_lines
 from titanlite.tools.verify.program.lines_backward import wrong_gradient
 from titanlite.tools.verify.program.local_parts import check_names, find_parts
+from titanlite.tools.verify.program.loss_terms import wrong_terms
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.saved import watching_saved
 from titanlite.tools.verify.program.step_trace import lines_of_step, watch_step
@@ -63,6 +66,8 @@ from titanlite.tools.verify.wording import listed
 
 # A layer of several, such as "layers.4" of "layers.4.norm.weight".
 NUMBERED = re.compile(r"(?:.+?\.)?\d+(?=\.)")
+# The steps whose wrong weights are saved.
+MOST_UPDATES = 3
 # The least tolerance of outputs if part of the model computes in a narrower dtype.
 IF_NARROWED = 1e-4
 
@@ -74,15 +79,20 @@ def run_parallel(
     record: ModelRun,
     watched: int | None = None,
     completed: tuple[Place, str, str] | None = None,
+    *,
+    records: bool = True,
+    loss: float = math.nan,
 ) -> CodeRun:
     """Train the parallel code on every batch; every rank of the world must call this.
 
     With `watched`, only up to this step, in which the lines of the caller's code are noted. Then a
-    value may be `completed`: reduced over an axis, to see what that does to an event.
+    value may be `completed`: reduced over an axis, to see what that does to an event. Without
+    `records`, what modules receive and return is not recorded, nor anything else for a diagnosis.
+    `loss` is that of all ranks in the step that is watched.
     """
     request: Request = pickles.loads(packed)
-    measuring = Measuring(world, request, folder, record, watched=watched)
-    measuring.completed = completed
+    measuring = Measuring(world, request, folder, record, watched=watched, traces=records)
+    measuring.completed, measuring.counts, measuring.loss = completed, True, loss
     return measuring.run()
 
 
@@ -132,6 +142,8 @@ class Measuring:
         self.watched = watched
         self.grid, self.perturbs, self.traces = request.grid, perturbs, traces
         self.perturbed = 0
+        # Whether it counts what the ranks send.
+        self.counts, self.loss = False, math.nan
         self.completed: tuple[Place, str, str] | None = None
         self.through: Lines | None = None
         # Of outputs, and of gradients that are not looked at again.
@@ -185,7 +197,7 @@ class Measuring:
                 perturbation.perturb(built.own_parameters.values())
                 part = perturbation.inputs(part)
             is_seen = step == min(2, len(parts)) and not built.is_compiled
-            looks = is_seen and self.traces and self.watched is None
+            looks = is_seen and self.counts and self.watched is None
             watch = StepWatch(subject.groups, built.own_parameters, [part]) if looks else None
             kept = self._events(built, subject, step)
             with self._observing(subject, kept, step), watch.seeing() if watch else nullcontext():
@@ -296,8 +308,9 @@ class Measuring:
         tracer.orders, tracer.layouts = tracer.layouts, {}
         trace.over_parts = kept.values.over_parts()
         values, reference = kept.values, load_values(self.folder)
+        trace.wrong_terms, terms = wrong_terms(values, reference, self.loss)
         trace.wrong_lines, _, trace.without_gradient, trace.numbers = wrong_lines(
-            tracer, values, reference, number
+            tracer, values, reference, number, terms
         )
         trace.wrong_gradient = wrong_gradient(tracer, values, reference, number)
         trace.recomputed_apart, trace.overwritten = tuple(values.apart), tuple(values.overwritten)
@@ -323,10 +336,12 @@ class Measuring:
     def _save_update(
         self, subject: Subject, found: RankStep, step: int, run: CodeRun, known: Mapping[str, Any]
     ) -> None:
-        """Save weights that are the first to differ on some rank."""
-        wrong = [n for n, one in found.weights.items() if not one.difference <= self.tolerance]
-        if self.traces and not run.updates and wrong:
-            path = Path(self.folder) / f"update{self.world.rank}.pt"
+        """Save weights that differ on this rank, in the first steps with such."""
+        # Rounding in part of a model may make some differ before the fault does.
+        least = NARROW_TOLERANCE if self.record.narrowed else self.tolerance
+        wrong = [n for n, one in found.weights.items() if not one.difference <= least]
+        if self.traces and len(run.updates) < MOST_UPDATES and wrong:
+            path = Path(self.folder) / f"update{self.world.rank}_{step}.pt"
             with contextlib.suppress(Exception):
                 file = save_update(path, subject.local, wrong, self.folder, step)
                 run.updates[step] = file
@@ -336,7 +351,7 @@ class Measuring:
     def _observing(self, subject: Subject, kept: Events, step: int) -> Iterator[None]:
         """Inside, `kept` records what modules receive and return; with lines in a watched step."""
         with contextlib.ExitStack() as exits:
-            if self.request.modules:
+            if self.request.modules and (self.traces or self.watched is not None):
                 exits.enter_context(subject.recorded(kept))
             if step == self.watched and self.through is not None:
                 exits.enter_context(self.through)

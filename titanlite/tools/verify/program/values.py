@@ -35,7 +35,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 # Numbers that are no values: sizes, too.
 NO_VALUE = ("dtype", "layout", "device", "pin_memory", "memory_format", "end")
 SAVED = ("places", "tensors", "sources", "numbers", "with_gradient", "inputs")
-SAVED_BACKWARD = ("gradients", "passed", "outputs")
+SAVED_BACKWARD = ("gradients", "passed", "outputs", "arrived")
 
 Place = tuple[Key, int]
 """Which of the values of a key."""
@@ -88,6 +88,10 @@ class Values:
     overwritten: dict[str, None] = field(default_factory=dict)
     """Lines that save for the backward pass what is another tensor when that reads it."""
     num_bytes: int = 0
+    _last: int = 0
+    _exchanging: set[str] = field(default_factory=set)
+    arrived: dict[int, None] = field(default_factory=dict)
+    """The values to which a gradient comes."""
     _hooked: set[int] = field(default_factory=set)
     _nodes: dict[Any, int] = field(default_factory=dict)
     _makers: Any = field(default_factory=WeakTensorKeyDictionary)
@@ -196,6 +200,7 @@ class Values:
         """
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         line = line_of_caller(FOREIGN)
+        self._exchanging.add(line)
         self.exchanged |= {self._makers[t]: (line, ranks) for t in sent if t in self._makers}
         for call in calls:
             self.groups[call].add(ranks)
@@ -219,12 +224,31 @@ class Values:
             found[self.places[number][0][1]] = line
         return found
 
+    def lines_behind(self, value: Tensor) -> set[str]:
+        """The lines from which a tensor follows, and those that exchange something, since this was
+        asked for last.
+        """
+        stack, seen = [self._makers.get(value, -1)], set[int]()
+        while stack:
+            if (number := stack.pop()) >= self._last and number not in seen:
+                seen.add(number)
+                stack += self.sources[number]
+        self._last = len(self.places)
+        return self._exchanging | {self.places[number][0][1] for number in seen}
+
     def follow(self, value: Tensor, alias: Tensor) -> None:
         """An alias has the value of a tensor."""
         if value in self._makers:
             self._makers[alias] = self._makers[value]
             self._listen(self._makers[value], value)
             self._nodes |= {alias.grad_fn: self._makers[value]} if alias.grad_fn else {}
+
+    def is_unused(self, number: int) -> bool:
+        """Whether a value is no part of a loss: what it is computed from has gradients, but none
+        comes. For a value that nothing is computed from.
+        """
+        own = {*(self.with_gradient[number] or ())}
+        return bool(own and self.arrived) and own <= self._hooked and not own & self.arrived.keys()
 
     def operands(self, number: int) -> list[Tensor | None]:
         """The values from which one is computed."""
@@ -246,7 +270,12 @@ class Values:
         self._nodes[node] = number
         before = (self._nodes.get(one) for one, _ in node.next_functions)
         self.behind[number] = [source for source in before if source is not None]
-        value.register_hook(lambda own: self._keep(self.gradients, number, own))
+
+        def arrive(own: Tensor) -> None:
+            self.arrived[number] = None
+            self._keep(self.gradients, number, own)
+
+        value.register_hook(arrive)
 
         def keep(passed: Sequence[Tensor | None], _: Any) -> None:
             for (before, _), one in zip(node.next_functions, passed, strict=False):
