@@ -1,6 +1,8 @@
 """The ranks of a pool use one gloo device for all of their groups."""
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,11 @@ def sums_and_threads(world: World) -> tuple[list[float], int]:
         number = torch.tensor(1.0 + world.rank)
         dist.all_reduce(number, group=dist.new_group([0, 1]))
         sums.append(number.item())
-    return sums, num_threads() - before
+    # A thread gets its name a moment after it starts.
+    deadline = time.monotonic() + 10
+    while (more := num_threads() - before) and time.monotonic() < deadline:
+        os.sched_yield()
+    return sums, more
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the names of threads are in /proc")
