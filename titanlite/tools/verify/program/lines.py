@@ -332,7 +332,7 @@ def shares_of(
                 f"the maximum over {axis}": highest[axis],
             }
         ways |= over_two
-        if place not in pairs:
+        if place not in pairs or pairs[place][0].is_complex():
             continue
         own, whole, (_, count) = pairs[place]
         if own.ndim == whole.ndim + 1:
