@@ -169,7 +169,7 @@ def _sources(e: Evidence, event: str) -> list[str]:
 
 
 def _in_other_calls(num_padding: int, number: int) -> str:
-    how = f"with padding ({num_padding} of {number} tokens)" if num_padding else "in one sequence"
+    how = f"with padding ({num_padding} of {number} tokens)" if num_padding else "together"
     return (
         f"one process has these tokens as sequences of their own, and here they are {how}: look at "
         "the positions that they have (position_ids), and at what they read (the attention mask)"

@@ -213,13 +213,13 @@ def explain_buffers(e: Evidence) -> Iterator[str]:
 
 def _stale(e: Evidence, apart: Sequence[str], right: Sequence[int]) -> str:
     """Whether ranks still have what they had before a step that others update rightly; or ""."""
-    for run in e.runs if right and apart else ():
+    if not right or not apart:
+        return ""
+    for run in e.runs:
         now, before = (run.steps[step].buffers for step in (e.step, e.step - 1))
         same = [n in now and n in before and now[n].digest == before[n].digest for n in apart]
         if all(same) == (run.rank in right):
             return ""
-    if not right or not apart:
-        return ""
     who = listed([f"rank {rank}" for rank in right], 3)
     return (
         f"The other ranks still have the values of step {e.step - 1}: only {who} updates them. "
