@@ -18,45 +18,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.config import ResolvedJob, load_model_spec
+from titanlite.config import ResolvedJob
 from titanlite.config.schema import JobConfig
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once
 from titanlite.data.spec import Dataset, DatasetSpec
-from titanlite.errors import ConfigError
-from titanlite.job_trainer import build_trainer
-from titanlite.mesh.device_mesh import Meshes, build_meshes
+from titanlite.job_parts import build_parts, build_trainer
+from titanlite.mesh.device_mesh import Meshes
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.models.build import initial_model
 from titanlite.modules.attention import Layout
 from titanlite.modules.batch import Batch
-from titanlite.modules.draws import Draws, separate_draws, states_of_generators
+from titanlite.modules.draws import Draws, states_of_generators
 from titanlite.modules.lora import adapted_layer, merged
 from titanlite.modules.shards import buffers_of, parameters_of, whole_tensor
-from titanlite.parallelize import ParallelPlan, PipelineRunner, tensor_account
+from titanlite.parallelize import ParallelPlan, PipelineRunner
 from titanlite.parallelize.activation_checkpoint.apply import RecomputationReport
 from titanlite.parallelize.async_tensor_parallel.apply import Fusions
 from titanlite.parallelize.async_tensor_parallel.step import warn_of_slow_rings, watch_fusions
-from titanlite.parallelize.compile.apply import keep_caches_apart
-from titanlite.parallelize.float8.spec import FLOAT8
-from titanlite.parallelize.parallelize import split_and_parallelize, step_of
+from titanlite.parallelize.parallelize import step_of
 from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.steps import STEPS
 from titanlite.parallelize.tensor_account import TensorAccount
-from titanlite.parallelize.tensor_parallel.apply import shards_sequence
-from titanlite.plain_job import Builders, PlainJob, as_config_error, build_plain_job
+from titanlite.plain_job import Builders, build_plain_job
 from titanlite.plan_row import PlanRow
-from titanlite.ranks.peers import Peers
 from titanlite.ranks.settings import start_settings
 from titanlite.ranks.turns import is_rank
 from titanlite.ranks.world import World
 from titanlite.registry import is_over_batch
-from titanlite.training.initial_weights import (
-    LARGEST_WHOLE,
-    draws_by_name,
-    initialize,
-    move_buffers,
-    whole_values,
-)
 from titanlite.training.metrics import ValidationResult
 from titanlite.training.step import StepResult, Trainer
 
@@ -195,19 +182,10 @@ class Job:
         """(canonical name, parameter at its full shape); a collective call."""
         return self.whole(lambda parameter: parameter.detach())
 
-    @property
-    def lora_scales(self) -> dict[str, float]:
-        """The adapted layers of the whole model, and alpha / rank of each."""
-        layers = filter(None, map(adapted_layer, self.parameter_shapes()))
-        return dict.fromkeys(layers, self.config.lora.scale)
-
     def merged_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Like `whole_parameters`, with the adapters of LoRA added to the weights."""
-        return merged(self.whole_parameters(), self.lora_scales)
-
-    def whole_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Like `whole_parameters`, of the adapters of LoRA alone."""
-        return self.whole(lambda p: p.detach() if p.requires_grad else None)
+        layers = filter(None, map(adapted_layer, self.parameter_shapes()))
+        return merged(self.whole_parameters(), dict.fromkeys(layers, self.config.lora.scale))
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Like `whole_parameters`, for the gradients; call it after `trainer.compute_gradients`."""
@@ -264,8 +242,7 @@ class Job:
             num_samples=None if section.steps == -1 else num_samples,
             fields=self.data.fields,
         )
-        for batch in batches:
-            yield self._own_part(batch)
+        yield from map(self._own_part, batches)
 
 
 def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = None) -> Job:
@@ -275,32 +252,13 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
     holds only its shards, and one whole parameter at a time while it draws their values. A tool
     gives `builders` to make a job of other parts.
     """
-    config, dims = resolved.config, resolved.dims
-    start_settings(
-        deterministic=config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
-    )
+    config, dims, debug = resolved.config, resolved.dims, resolved.config.debug
+    start_settings(deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only)
     world.name_places(dims.describe_place)
     builders = builders or Builders()
     plain = build_plain_job(resolved, builders)
-    meshes = _open_meshes(resolved, world, plain, builders.dims or dims)
     slow = warn_of_slow_rings(resolved, world.device, plain.model, plain.plan)
-    by_name = draws_by_name(plain.model)
-    with as_config_error():
-        of_plain = plain.model, plain.plan, plain.example
-        made = split_and_parallelize(resolved, meshes, *of_plain, builders.ddp)
-    made.applied += _separate_draws(resolved, world, made.parts, plain.draws, plain.plan)
-    keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
-    stages = (0,) if made.pipeline is None else made.pipeline.numbers
-    parts = dict(zip(stages, made.parts, strict=True))
-    tensors = tensor_account.account_of(parts, dims, plain.plan, plain.tied)
-    if builders.materialize is not None:
-        builders.materialize(made.parts)
-    else:
-        if meshes.pp is not None:
-            tensors = tensor_account.merged(Peers(meshes.pp.get_group()).gathered(tensors))
-        tensor_account.require_whole(tensors, plain.tensors)
-        made.applied += tensor_account.summed_row(tensors)
-        made.applied += _initialize(resolved, world, made.parts, plain, by_name=by_name)
+    meshes, made, tensors = build_parts(resolved, world, plain, builders)
     made.applied += plain.rows
     trainer = build_trainer(resolved, world, meshes, made, plain)
     if is_over_batch(config.training.loss):
@@ -326,7 +284,7 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
             dp_rank=dims.data_rank(world.rank),
             local_batch_size=config.training.local_batch_size,
             fields=plain.data.fields,
-            seed=config.debug.seed,
+            seed=debug.seed,
         ),
         dataset=plain.dataset,
         validation_dataset=(
@@ -343,69 +301,3 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
         plain_tensors=plain.tensors,
         draws=plain.draws,
     )
-
-
-def _open_meshes(
-    resolved: ResolvedJob, world: World, plain: PlainJob, dims: ParallelDims
-) -> Meshes:
-    """The meshes of `dims`, whose axes reports then name; experts learn their place."""
-    config = resolved.config
-    meshes = build_meshes(
-        dims,
-        world.device.type,
-        has_experts=bool(plain.experts),
-        has_tokens=FLOAT8.is_on(config) and dims.fsdp_enabled,
-    )
-    world.name_groups(meshes.axes_of_groups())
-    for layer in plain.experts.values():
-        layer.force_balance = config.debug.moe_force_load_balance
-        if dims.cp_enabled:
-            place = dims.token_rank(world.rank)
-            places = plain.layout.positions(place, resolved.seq_len)
-            layer.held_places = places.to(world.device)
-    return meshes
-
-
-def _initialize(
-    resolved: ResolvedJob, world: World, parts: list[nn.Module], plain: PlainJob, *, by_name: bool
-) -> list[PlanRow]:
-    """Give this rank's parts storage and initial values; a row of the effective plan, if any."""
-    config = resolved.config
-    seed = config.debug.seed
-    device = torch.device("cpu") if config.training.enable_cpu_offload else world.device
-    spec = load_model_spec(config)
-    if not by_name and plain.model_bytes > LARGEST_WHOLE:
-        size, limit = (n / 2**30 for n in (plain.model_bytes, LARGEST_WHOLE))
-        raise ConfigError(
-            f"model.name: {spec.name} has {size:.0f} GiB of parameters, too many to build it whole "
-            f"on one machine (the limit is {limit:.0f} GiB); give its class "
-            "init_parameter(name, parameter, generator), and init_buffers() if it has buffers"
-        )
-    dtype = DTYPES[config.training.dtype]
-    whole = whole_values(lambda: initial_model(spec, resolved.model, dtype, seed), world)
-    with contextlib.nullcontext() if by_name else whole as values:
-        for part in parts:
-            initialize(part, seed, device, plain.tied, values)
-            move_buffers(part, world.device)
-    way = "the whole model is built on the CPU of each machine, then sharded"
-    return [] if by_name else [PlanRow("initial values", "whole", "whole", way)]
-
-
-def _separate_draws(
-    resolved: ResolvedJob, world: World, parts: list[nn.Module], draws: Draws, plan: ParallelPlan
-) -> list[PlanRow]:
-    """Make ranks of tp draw as they should; a row of the effective plan if the model draws."""
-    if not draws.shapes:
-        return []
-    notes = [
-        f"{draws.describe()} {draws.verb} from torch's own generators, which depends on the plan; "
-        "TokenDropout and keyed_normal do not (docs/randomness.md)"
-    ]
-    if resolved.dims.tp_enabled:
-        sharded = shards_sequence(plan)
-        place = resolved.dims.coordinates(world.rank)["tp"]
-        undecided = separate_draws(
-            parts, draws, place, world.device, blocks=plan.blocks or "", blocks_are_sharded=sharded
-        )
-        notes += [undecided] if undecided else []
-    return [PlanRow("plan invariance", "on", "off", "; ".join(notes))]

@@ -35,7 +35,7 @@ FLOORS = (
     # Of parallelize/, what derives the arguments of the steps from a job's configuration.
     ("parallelize.part", "parallelize.*.step", "parallelize.parallelize"),
     ("plain_job",),
-    ("job_trainer",),
+    ("job_parts",),
     ("job",),
     ("self_check", "start"),
     ("checkpoint",),

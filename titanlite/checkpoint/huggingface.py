@@ -192,7 +192,8 @@ def save_model_files(
             text=None if adapters else text,
             adapters=adapters,
         )
-    for name, whole in job.whole_adapters() if adapters else job.merged_parameters():
+    trained = job.whole(lambda p: p.detach() if p.requires_grad else None)
+    for name, whole in trained if adapters else job.merged_parameters():
         if writer is not None:
             writer.add(name, whole)
     if writer is not None:

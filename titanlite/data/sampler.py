@@ -99,7 +99,7 @@ def read_batch(
     set. Raises ConfigError if a sample does not have exactly the registered fields.
     """
     indices = list(indices)
-    samples = [_fields_of(_sample(dataset, index)) for index in indices]
+    samples = [_sample(dataset, index) for index in indices]
     for sample in samples[:1]:
         if sample.keys() - {"tokens"} != fields.keys() - {"tokens"}:
             raise ConfigError(
@@ -131,10 +131,11 @@ def read_batch(
     )
 
 
-def _sample(dataset: Dataset, index: int) -> Tensor | Mapping[str, Tensor]:
-    """A sample; raises ConfigError if the data set fails."""
+def _sample(dataset: Dataset, index: int) -> Mapping[str, Tensor]:
+    """The fields of a sample; raises ConfigError if the data set fails."""
     try:
-        return dataset.sample(index)
+        sample = dataset.sample(index)
+        return {"tokens": sample} if isinstance(sample, Tensor) else sample
     except TitanliteError:
         raise
     except Exception as error:  # a user's data set may raise anything
@@ -164,7 +165,3 @@ def _stack(name: str, values: Sequence[Any]) -> Tensor:
 def _dims_of(sequence: int | None) -> FieldDims:
     """The dimensions of a stacked field whose samples have the token dimension `sequence`."""
     return FieldDims(0, None if sequence is None else sequence + 1)
-
-
-def _fields_of(sample: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    return {"tokens": sample} if isinstance(sample, Tensor) else sample
