@@ -11,6 +11,7 @@ the gradient, not only the rank that holds the global maximum, so the gradients 
 losses and the classifier's gradients are right at first.
 """
 
+import itertools
 import warnings
 
 import torch
@@ -28,7 +29,7 @@ POINTS, WIDTH, CLASSES, CLOUDS, RANKS = 24, 16, 5, 6, 3
 
 def mlp(*sizes):
     layers = []
-    for inputs, outputs in zip(sizes, sizes[1:]):
+    for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.LayerNorm(outputs), nn.GELU()]
     return nn.Sequential(*layers)
 
