@@ -83,6 +83,8 @@ def first_difference(e: Evidence) -> Iterator[str]:
         lines_there = listed((*wrong_line.only_here[-MOST_LINES:], wrong_line.line))
         code = joined(f": {lines_there}", arranged)
     line = e.completed or line
+    if _is_outdated(e, first, outputs):
+        line = code = ""
     is_said = not (line or code) or _carried(e, first, outputs)
     lines = [] if is_said else [line or f"the code there{code}"]
     parts += lines * is_between
@@ -201,7 +203,7 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
             f"only microbatch{'' if is_one else 'es'} {listed(one.wrong_calls)} of {one.num_calls} "
             f"{'differs' if is_one else 'differ'} (counted from 0)" + _carried(e, first, outputs)
         )
-    if outputs.keys() <= {t.rank for t in e.watched if first in t.outdated}:
+    if _is_outdated(e, first, outputs):
         yield (
             f"it is right for the weights of before the update of step {e.step - 1}: a copy of them"
             " (gathered, cast) is still in use. Make it anew after each update"
@@ -238,6 +240,11 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
     factor, left = pooled([output.agreement for output in outputs.values()])
     if left < EXPLAINED and not is_near(factor, 1.0):
         yield f"it is {times(factor)} as large as on one process{e.equals(factor)}"
+
+
+def _is_outdated(e: Evidence, first: str, ranks: Collection[int]) -> bool:
+    """Whether a tensor that differs is right for the weights of before the last update."""
+    return {*ranks} <= {t.rank for t in e.watched if first in t.outdated}
 
 
 def _carried(e: Evidence, first: str, ranks: Collection[int]) -> str:

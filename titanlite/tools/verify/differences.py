@@ -140,8 +140,12 @@ def differences(
                 of_step["load", name] = max(_unlike(s.loads.get(name, ()), counts) for s in seen)
             for name, value in known.metrics.items():
                 of_step["metric", name] = max(_relative(s.metrics[name], value) for s in seen)
-            small = _noise([s.gradients for s in seen], NOISE * known.norm)
-            noise = small if noise is None else noise & small
+            sizes = _sizes([s.gradients for s in seen])
+            least = NOISE * known.norm
+            small = {name for name, (size, error) in sizes.items() if size + error <= least}
+            # The optimizer may itself complete what a rank has of its own.
+            of_reference = {name for name, (size, _) in sizes.items() if size <= least}
+            noise = of_reference if noise is None else noise & of_reference
         for kind, tensors in (
             ("gradient", [s.gradients for s in seen]),
             ("weight" if step else "start", [s.weights for s in seen]),
@@ -195,13 +199,13 @@ def _add_reloaded(runs: Sequence[RankRun], last: dict[Key, float], noise: Collec
                 last["reloaded", name] = max(last.get(("reloaded", name), 0.0), more)
 
 
-def _noise(gradients: Sequence[Mapping[str, Agreement]], most: float) -> set[str]:
-    """The gradients of at most the size `most`, on every rank and in the reference."""
-    largest: dict[str, float] = {}
+def _sizes(gradients: Sequence[Mapping[str, Agreement]]) -> dict[str, tuple[float, float]]:
+    """The largest element of each gradient of the reference, and the largest error on any rank."""
+    largest: dict[str, tuple[float, float]] = {}
     for name, agreement in _items(gradients):
-        size = agreement.scale + agreement.error
-        largest[name] = max(largest.get(name, 0.0), size)
-    return {name for name, size in largest.items() if size <= most}
+        size, error = largest.get(name, (0.0, 0.0))
+        largest[name] = max(size, agreement.scale), max(error, agreement.error)
+    return largest
 
 
 def badness(difference: float, tolerance: float) -> float:

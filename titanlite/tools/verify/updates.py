@@ -106,7 +106,7 @@ def explain_update(e: Evidence) -> Iterator[str]:
         return
     yield (
         f"gradients and their norm agree, but {shown} {agree(shown, 'differ')} after the step, "
-        f"{e.where(ranks)}. " + (e.describe_update() or _wrong_update(e))
+        f"{e.where(ranks)}. " + (e.describe_update() or _counted_apart(e) or _wrong_update(e))
     )
 
 
@@ -118,6 +118,25 @@ def _differs(run: RankRun, name: str, step: int) -> bool:
 def _is_unchanged(run: RankRun, name: str, step: int) -> bool:
     after, before = (run.steps[number].weights.get(name) for number in (step, step - 1))
     return after is None or before is None or after.digest == before.digest
+
+
+def _counted_apart(e: Evidence) -> str:
+    """Whether optimizers have counted other steps than that of one process, all alike; or ""."""
+    wrong = [name for name in e.failed("state") if name.endswith(".step")]
+    counts = {
+        tuple(round(part**0.5) for part in (one.aa, one.bb))
+        for run in e.runs
+        for name in wrong
+        if (one := run.steps[e.step].state.get(name)) is not None
+    }
+    if len(counts) != 1:
+        return ""
+    ((own, known),) = counts
+    return (
+        f"The optimizer has counted {own} steps, on one process {known}, and corrects its moments "
+        "by that number: look for what makes a step besides. Reading its state dict before the "
+        "first step may make one without gradients (get_optimizer_state_dict does)"
+    )
 
 
 def _wrong_update(e: Evidence) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,24 @@ class Built:
     optimizer: Optimizer
     request: Request
     is_reference: bool
+
+    def __post_init__(self) -> None:
+        self.roots = self.modules
+
+    def unwrap(self, known: Collection[str]) -> None:
+        """Instead of modules whose parameters have unknown names take what they wrap: a module with
+        all these parameters, under known ones.
+        """
+        if self.request.rename is None:
+            self.modules = [self._inner(root, known) for root in self.roots]
+
+    def _inner(self, root: nn.Module, known: Collection[str]) -> nn.Module:
+        number = len(list(root.parameters()))
+        for module in root.modules():
+            names = {self.name_of(module, name) for name, _ in module.named_parameters()}
+            if len(names) == number and names <= {*known}:
+                return module
+        return root
 
     @property
     def rate(self) -> float:
@@ -118,7 +136,7 @@ class Built:
         if request.clip is None:
             return 0.0
         is_model = len(self.modules) == 1 and request.reference_step is None
-        return number_of(request.clip(self.modules[0] if is_model else self.value), "clip") or 0.0
+        return number_of(request.clip(self.roots[0] if is_model else self.value), "clip") or 0.0
 
 
 def number_of(value: Any, name: str) -> float | None:

@@ -169,6 +169,7 @@ class Measuring:
         world.set_timeout(self.request.timeout_seconds / 2, "timeout_seconds / 2")
         start = load(self.folder, 0)["weights"]
         self._check_flat(built)
+        built.unwrap(start.keys())
         with built.parameters(writes=request.copy_weights) as parameters:
             self._check_names(parameters, start)
             parameters = {n: p for n, p in parameters.items() if not request.leaves_out(n)}
@@ -178,6 +179,7 @@ class Measuring:
         subject = self._subject(built, local, mesh)
         with built.parameters():
             run = self._start_run(subject, start)
+        run.averages = any(_averages(one) for root in built.roots for one in root.modules())
         after = None if built.is_flat else fingerprint(local)
         # A missing seed must show up: ranks on different machines differ in this too.
         torch.manual_seed(hash((world.rank, time.monotonic_ns())) % 2**32)
@@ -273,7 +275,6 @@ class Measuring:
         wrong = [name for name, one in weights.items() if one.error and self.traces]
         in_other_order = tuple(n for n in wrong if same_rows(local[n].parameter, start[n]))
         others = [name for name in wrong if name not in in_other_order]
-        every = (module for root in subject.modules for module in root.modules())
         return CodeRun(
             self.world.rank,
             self.grid.coordinates(self.world.rank),
@@ -283,7 +284,6 @@ class Measuring:
             [RankStep(weights=weights)],
             places={name: one.place for name, one in local.items()},
             sizes={name: one.shape.numel() for name, one in local.items()},
-            averages=any(map(_averages, every)),
             shuffled=tuple(n for n in others if has_elements_of(local[n].parameter, start[n])),
             in_other_order=in_other_order,
         )
@@ -387,7 +387,7 @@ class Measuring:
     def _check_flat(self, built: Built) -> None:
         if built.is_flat and any(
             getattr(module, "_use_orig_params", True) is False
-            for root in built.modules
+            for root in built.roots
             for module in root.modules()
         ):
             raise ConfigError(
@@ -472,7 +472,7 @@ class Measuring:
 
 def _unsynchronized(built: Built, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
     """The parameters of FSDP2 modules that do not reduce their gradients now."""
-    every = (inner for root in built.modules for inner in root.modules())
+    every = (inner for root in built.roots for inner in root.modules())
     groups = (g for m in every if isinstance(m, FSDPModule) for g in fsdp_groups(m))
     local = {id(p.sharded_param) for g in groups if not g.reduce_grads for p in g.fsdp_params}
     return tuple(name for name, one in parameters.items() if id(one) in local)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,10 +121,18 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
             kept.values.save(folder)
             if step > 1:
                 before, now = (load(folder, step - n)["weights"] for n in (2, 1))
+
+
+                def put(*_: Any, old: Mapping[str, Tensor] = before) -> None:
+                    for name, one in local.items():
+                        if not module or name.startswith(f"{module}."):
+                            one.parameter.data.copy_(old[name])
+
                 for name, one in local.items():
-                    is_old = not module or name.startswith(f"{module}.")
-                    one.parameter.data.copy_((before if is_old else now)[name])
-                with subject.recorded(Events()) as old:
+                    one.parameter.data.copy_(now[name])
+                put()
+                # What sets weights in the step itself, as an average does, has done so before.
+                with subject.recorded(Events()) as old, _before_call(built, module, put):
                     built.run_step(batch)
                 store({"outputs": old.up_to(MOST_OUTPUT_BYTES)[0]}, folder, -step)
             break
@@ -140,6 +148,19 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
         record.steps.append(ReferenceStep(loss, clipped if request.clip else norm, rate))
         built.optimizer.zero_grad(set_to_none=True)
     return record
+
+
+@contextlib.contextmanager
+def _before_call(built: Built, name: str, do: Callable[..., None]) -> Iterator[None]:
+    """Inside, each call of the module with this name begins with `do`."""
+    model = built.modules[0]
+    modules = {built.name_of(model, own): one for own, one in model.named_modules()}
+    handle = modules[name].register_forward_pre_hook(do) if modules.get(name) else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def find_shares(
