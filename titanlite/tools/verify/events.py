@@ -78,8 +78,8 @@ class Events:
         self.requires_grad: dict[str, bool] = {}
         self.shapes: dict[str, torch.Size] = {}
         """Of the whole, for DTensors."""
-        self.arrived: set[str] = set()
-        """The tensors of which some gradient arrives."""
+        self.arrived: dict[str, set[int]] = defaultdict(set)
+        """The tensors of which some gradient arrives, and in which calls."""
         self.lines: dict[str, tuple[str, ...]] = {}
         self.lines_backward: dict[str, tuple[str, ...]] = {}
         """The lines of the caller's code that ran just before a tensor, or its gradient."""
@@ -250,14 +250,14 @@ class Events:
             return
         if read is value and is_input(event):
             # The gradient of the tensor also has what its other readers return.
-            self.arrived.add(event)
+            self.arrived[event].add(place)
             return
 
         now = local_part(value.detach())
 
         def keep_gradient(gradient: Tensor) -> None:
             with self.own_code():
-                self.arrived.add(event)
+                self.arrived[event].add(place)
                 if self._has_exchanged:
                     self.exchanged.add(event)
                 self._has_arrived = True

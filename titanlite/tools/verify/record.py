@@ -394,6 +394,10 @@ class RankTrace:
     """What modules receive or return in a layout that fits no part of the reference's."""
     accumulated: dict[str, int] = field(default_factory=dict)
     """Parameter -> how often a backward pass adds to its gradient, of other code."""
+    num_passes: int = 0
+    """The forward passes of the step, of other code."""
+    unreached: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    """What a module returns -> in which of its calls no gradient comes, and how many there are."""
     lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """What a module receives or returns -> the lines of code that ran just before."""
     lines_backward: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -499,6 +503,8 @@ class CodeRun(RankRun):
     """Step -> weights that are others at its first forward pass than after the step before."""
     averages: bool = False
     """Whether a module is one of DDP or FSDP, which average gradients."""
+    is_ddp: bool = False
+    """Whether a module is one of DDP."""
     shuffled: tuple[str, ...] = ()
     """Starting weights with the elements of the reference's, in another order."""
     in_other_order: tuple[str, ...] = ()

@@ -149,6 +149,8 @@ class Tracer(abc.ABC):
             pending_inputs=tuple(kept.pending_inputs),
             not_compared=tuple(left),
             accumulated=dict(kept.accumulated),
+            num_passes=kept.values.num_passes,
+            unreached=self._unreached(kept),
             lines=kept.lines,
             lines_backward=kept.lines_backward,
             idle=kept.idle,
@@ -222,7 +224,8 @@ class Tracer(abc.ABC):
             one.is_checkpointed = event in kept.checkpointed
             if event in self.reference.with_gradient and module_of(event) not in kept.again:
                 one.is_cut_off = not kept.requires_grad[event]
-                one.has_no_gradient = event not in kept.arrived
+                # It may be without use: then what it is computed from has other readers.
+                one.has_no_gradient = event not in kept.arrived and not self._has_gradients(event)
                 if one.has_no_gradient:
                     wrong[event] = True
         agrees = {event: not is_wrong for event, is_wrong in wrong.items()}
@@ -232,6 +235,25 @@ class Tracer(abc.ABC):
             )
             del wrong[event]
         return factors, wrong
+
+    def _has_gradients(self, event: str) -> bool:
+        """Whether all parameters of the module that an event is of have a gradient, if any."""
+        name = module_of(event)
+        local = (
+            own for n, own in self.subject.local.items() if not name or n.startswith(f"{name}.")
+        )
+        grads = [one.parameter.grad for one in local if one.parameter.requires_grad]
+        return bool(grads) and all(one is not None for one in grads)
+
+    def _unreached(self, kept: Events) -> dict[str, tuple[tuple[int, ...], int]]:
+        """What modules return of which a gradient comes in some calls, but not in all."""
+        found = {}
+        for event, calls in kept.first.items():
+            missing = tuple(n for n in range(len(calls)) if n not in kept.arrived.get(event, ()))
+            is_known = event in self.reference.with_gradient and not is_input(event)
+            if is_known and 0 < len(missing) < len(calls):
+                found[event] = missing, len(calls)
+        return found
 
     def gradient_pairs(
         self, event: str, kept: Events, record: Mapping[str, Any]

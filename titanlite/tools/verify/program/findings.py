@@ -580,6 +580,40 @@ def explain_lost(e: PartEvidence) -> Iterator[str]:
     yield from explain_factors(e, zero)
 
 
+def explain_passes(e: PartEvidence) -> Iterator[str]:
+    """Backward passes that DDP does not reduce."""
+    runs = [run for run in e.runs if isinstance(run, CodeRun) and run.is_ddp]
+    often = {(t.num_passes, max(t.accumulated.values(), default=0)) for t in e.traces}
+    if not e.failed("gradient") or len(runs) < len(e.runs) or len(often) > 1:
+        return
+    for forward, backward in often:
+        if 0 < forward < backward:
+            after = "one forward pass" if forward == 1 else f"{forward} forward passes"
+            yield Explained(
+                f"after {after} of DistributedDataParallel there are {backward} backward passes, "
+                f"and it reduces gradients only once for each forward pass: what the later ones "
+                "add stays each rank's own. Add up the losses, and go back once",
+                e.failed("gradient"),
+            )
+
+
+def explain_unreached(e: PartEvidence) -> Iterator[str]:
+    """Calls of a module to which no gradient comes back."""
+    known = {trace.rank: trace.unreached for trace in e.traces if trace.unreached}
+    order = [event for event in e.events if any(event in own for own in known.values())]
+    if not order or not e.failed("gradient"):
+        return
+    ranks = [rank for rank, own in known.items() if order[-1] in own]
+    missing, number = known[ranks[0]][order[-1]]
+    yield Explained(
+        f"no gradient comes back to {describe_event(order[-1])} in call{'s' * (len(missing) > 1)} "
+        f"{listed(missing)} of {number} (counted from 0), {e.where(ranks)}, unlike on one process, "
+        "though it is computed with gradients: look for what skips the backward pass of these "
+        "calls, or detaches what they return",
+        e.failed("gradient"),
+    )
+
+
 def explain_parts(e: PartEvidence) -> Iterator[str]:
     """Gradients that are sums over the ranks' parts of the batch, with wrong coefficients."""
     wrong, own = e.failed("gradient"), _of_own_rank(e)
@@ -890,6 +924,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_forward,),
     (explain_ties,),
     (explain_microbatches, explain_previous),
+    (explain_passes,),
     (explain_step_of_local_gradients,),
     (explain_parts,),
     (explain_uses,),
@@ -899,6 +934,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_lost,),
     (explain_mixed,),
     (explain_backward,),
+    (explain_unreached,),
     (explain_accumulated,),
     (explain_clipped,),
     (explain_gradients,),

@@ -179,7 +179,9 @@ class Measuring:
         subject = self._subject(built, local, mesh)
         with built.parameters():
             run = self._start_run(subject, start)
-        run.averages = any(_averages(one) for root in built.roots for one in root.modules())
+        every = [module for root in built.roots for module in root.modules()]
+        run.averages = any(map(_averages, every))
+        run.is_ddp = any(isinstance(one, DistributedDataParallel) for one in every)
         after = None if built.is_flat else fingerprint(local)
         # A missing seed must show up: ranks on different machines differ in this too.
         torch.manual_seed(hash((world.rank, time.monotonic_ns())) % 2**32)

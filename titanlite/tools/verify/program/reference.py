@@ -122,7 +122,6 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
             if step > 1:
                 before, now = (load(folder, step - n)["weights"] for n in (2, 1))
 
-
                 def put(*_: Any, old: Mapping[str, Tensor] = before) -> None:
                     for name, one in local.items():
                         if not module or name.startswith(f"{module}."):
