@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 
 import torch
@@ -14,6 +15,9 @@ from titanlite.job import Job
 from titanlite.mesh.parallel_dims import AXES, axes_where
 from titanlite.modules.shards import is_sharded
 from titanlite.tools.verify.record import Agreement
+
+# No more parts of a tensor are named.
+MOST_RUNS = 8
 
 MISSING = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "", math.inf)
 """Of a tensor that only the rank or only the reference has."""
@@ -69,6 +73,27 @@ def wrong_places(own: Tensor, part: Tensor, most: float) -> str:
         if found and len(found) <= size // 2 and found[-1] - found[0] == len(found) - 1:
             last = f" to {found[-1]}" * (len(found) > 1)
             return f"at {found[0]}{last} of {size} along dimension {dim}"
+    return ""
+
+
+def scales_along(own: Tensor, part: Tensor) -> str:
+    """How many times as large a tensor is in runs along one dimension, if that is all; or ""."""
+    for dim, size in enumerate(own.shape if own.shape == part.shape else ()):
+        a, b = (t.double().movedim(dim, 0).reshape(size, -1) for t in (own, part))
+        squares = (b * b).sum(1)
+        scales = ((a * b).sum(1) / squares)[squares > 0]
+        left = a[squares > 0] - scales[:, None] * b[squares > 0]
+        places = zip(squares.nonzero().flatten().tolist(), scales.tolist(), strict=True)
+        runs = [
+            [(place, scale) for place, scale in run]
+            for _, run in itertools.groupby(places, lambda one: round(one[1], 4))
+        ]
+        if 1 < len(runs) <= min(MOST_RUNS, size - 1) and left.norm() < 1e-6 * a.norm():
+            shown = [
+                f"{one[0][1]:.4g} times at {one[0][0]}" + f" to {one[-1][0]}" * (len(one) > 1)
+                for one in runs
+            ]
+            return f"{', '.join(shown)} of {size} along dimension {dim}"
     return ""
 
 

@@ -759,6 +759,11 @@ def _of_gradient(e: Evidence, last: str, found: Mapping[int, Agreement]) -> str:
         how = "It has the gradients of other rows of one process: those of another rank or "
         how += "microbatch, or its own in another order"
     places = {t.rank: t.events[last].gradient_places for t in e.traces if t.rank in found}
+    scales = [t.events[last].gradient_scales for t in own_traces]
+    if not how and all(scales):
+        where = f"{e.where([own_traces[0].rank])}, " * (len({*scales}) > 1)
+        how = f"{where}it is {scales[0]} as large as on one process: its parts are weighted by "
+        how += "numbers of their own, as where means over parts are averaged, and not all elements"
     how = how or next(_where(e, places), "")
     own = [event for event in e.events if module_of(event) == module_of(last)]
     over = [event for event in own if _any(e, event, lambda one: one.is_overwritten)]

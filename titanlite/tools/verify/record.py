@@ -310,6 +310,8 @@ class ModuleOutput:
     """Whether each is a multiple of its own, with a factor of its own."""
     gradient_places: str = ""
     """The same for its gradient."""
+    gradient_scales: str = ""
+    """How many times too large its gradient is in runs along one dimension, if that is all."""
     gradient_adds: tuple[int, int] | None = None
     """A microbatch whose gradient has that of another in it, and the other."""
     is_overwritten: bool = False
@@ -396,6 +398,8 @@ class RankTrace:
     """Parameter -> how often a backward pass adds to its gradient, of other code."""
     num_passes: int = 0
     """The forward passes of the step, of other code."""
+    order: tuple[int, ...] = ()
+    """Which of the reference's calls of modules the rank's are, where their order is another."""
     unreached: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     """What a module returns -> in which of its calls no gradient comes, and how many there are."""
     lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -427,6 +431,8 @@ class RankTrace:
     """The line of the caller's code whose result is the first in the backward pass with a wrong
     gradient, and the lines that read it, whose results have right ones.
     """
+    extreme: str = ""
+    """Which largest or smallest over ranks of what the first of these lines computes is right."""
     without_gradient: tuple[str, ...] = ()
     """A call, its line whose result has a gradient on one process alone, and what reads it."""
     recomputed_apart: tuple[str, ...] = ()

@@ -24,7 +24,13 @@ from torch import Tensor
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import agreement, digest_of, without_padding, wrong_places
+from titanlite.tools.verify.agreement import (
+    agreement,
+    digest_of,
+    scales_along,
+    without_padding,
+    wrong_places,
+)
 from titanlite.tools.verify.events import Events
 from titanlite.tools.verify.record import (
     Agreement,
@@ -66,6 +72,9 @@ class Tracer(abc.ABC):
     chosen: dict[str, list[Select]] = field(default_factory=dict, kw_only=True)
     """For each tensor, which part of the reference's that of each call should equal."""
 
+    order: tuple[int, ...] = field(default=(), kw_only=True)
+    """Which of the reference's calls this rank's are, where it makes them in another order."""
+
     scales_gradients = False
     """Whether all gradients may have one common factor."""
 
@@ -84,6 +93,10 @@ class Tracer(abc.ABC):
     def has_rows_of(self, own: Tensor, whole: Tensor, share: tuple[int, int]) -> bool:
         """Whether a tensor has rows of the reference's, in any order; False if not looked for."""
         return False
+
+    def in_order(self, kept: Events, known: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`known` in the order of this rank's calls of modules, where that is another one."""
+        return known
 
     def look_closer(
         self, event: str, output: ModuleOutput, kept: Events, known: Mapping[str, list[Tensor]]
@@ -111,6 +124,7 @@ class Tracer(abc.ABC):
         """
         found: dict[str, ModuleOutput] = {}
         left = []
+        known = self.in_order(kept, known)
         for event, calls in list(kept.first.items()):
             if event not in known["outputs"] or self.leaves_out(event):
                 continue
@@ -151,6 +165,7 @@ class Tracer(abc.ABC):
             accumulated=dict(kept.accumulated),
             num_passes=kept.values.num_passes,
             unreached=self._unreached(kept),
+            order=self.order,
             lines=kept.lines,
             lines_backward=kept.lines_backward,
             idle=kept.idle,
@@ -210,6 +225,7 @@ class Tracer(abc.ABC):
                 own, part = pairs[0][0] / factors[0], pairs[0][1]
                 most = self.tolerance_of(own) * part.abs().max().item()
                 found[event].gradient_places = wrong_places(own, part, most)
+                found[event].gradient_scales = scales_along(own, part)
             if is_wrong and len(pairs) > 1:
                 found[event].gradient_adds = _adds_others(pairs)
             found[event].gradient_is_moved = is_wrong and all(

@@ -39,6 +39,8 @@ MOST_WAYS = 64
 # Indices that are named.
 MOST_INDICES = 4
 MOST_ELEMENTS = 1 << 24
+# In no more calls of a module another order is looked for.
+MOST_CALLS = 16
 
 
 def _fits_no_cut(call: Tensor, whole: Tensor) -> bool:
@@ -264,6 +266,32 @@ class CodeTracer(Tracer):
         if not found or torch.equal(whole.index_select(cut[0], self.where.columns), call):
             return ""
         return f"positions {found[0] * own} to {found[0] * own + own - 1} of {columns}"
+
+    def in_order(self, kept: Events, known: Mapping[str, Any]) -> Mapping[str, Any]:
+        def is_right(own: Tensor, whole: Tensor) -> bool:
+            return any(
+                (part := select(whole)).shape == own.shape
+                and agreement(own, part, whole).difference <= self.tolerance
+                for select in self.ways(own, whole, (0, 1))
+            )
+
+        for event, calls in kept.first.items():
+            theirs, every = known["outputs"].get(event, ()), tuple(range(len(calls)))
+            if 1 < len(theirs) == len(calls) <= MOST_CALLS and not self.order:
+                order = tuple(
+                    next((i for i in every if is_right(own, theirs[i])), -1) for own in calls
+                )
+                is_other = tuple(sorted(order)) == every != order
+                self.order = order if is_other else ()
+        if not self.order:
+            return known
+        return known | {
+            kind: {
+                event: [own[i] for i in self.order] if len(own) == len(self.order) else own
+                for event, own in known[kind].items()
+            }
+            for kind in ("outputs", "output_gradients")
+        }
 
     def look_closer(
         self, event: str, output: ModuleOutput, kept: Events, known: Mapping[str, list[Tensor]]

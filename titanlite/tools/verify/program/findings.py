@@ -541,8 +541,19 @@ def explain_frozen(e: PartEvidence) -> Iterator[str]:
 
 
 def explain_mixed(e: PartEvidence) -> Iterator[str]:
-    """Gradients that contain those of other parameters."""
+    """Gradients that contain those of other parameters, or calls in an order of each rank's own."""
     wrong = e.failed("gradient")
+    orders = {trace.rank: trace.order for trace in e.traces}
+    if wrong and len({*orders.values()}) > 1 and not first_wrong(e):
+        rank, order = next((rank, own) for rank, own in orders.items() if own)
+        yield Explained(
+            f"rank {rank} calls modules in the order {listed(order, 8)} of the calls of one process"
+            " (counted from 0), and other ranks in another order: what ranks exchange in each call "
+            "or in its backward pass, as where gradients are reduced, then belongs to different "
+            "calls. Call them in one order on all ranks",
+            wrong,
+        )
+        return
     if names := [name for name in wrong if name in e.fits.mixed]:
         first, others = names[0], listed(e.fits.mixed[names[0]], 3)
         many = f", and likewise {len(names) - 1} more" * (len(names) > 1)

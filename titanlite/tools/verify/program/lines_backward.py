@@ -16,7 +16,7 @@ from titanlite.tools.verify.program.lines import (
     shares_of,
     state_of,
 )
-from titanlite.tools.verify.program.values import Values
+from titanlite.tools.verify.program.values import Place, Values
 from titanlite.tools.verify.tracing import EXACT, gathered
 
 # No more wrong gradients are reduced.
@@ -25,14 +25,36 @@ MOST_REDUCED = 24
 
 def wrong_gradient(
     tracer: CodeTracer, values: Values, known: Values, num_microbatches: int
-) -> tuple[str, ...]:
+) -> tuple[tuple[str, ...], str]:
     """The line whose result is the first with a wrong gradient, and the lines that read it, whose
-    results have right ones; every rank of the world must call this.
+    results have right ones; and which reduction of what the first of these computes is right, if
+    that is the ranks' largest or smallest. Every rank of the world must call this.
+    """
+    others, _ = counterparts_of(values, known, num_microbatches)
+    found = _first_wrong(tracer, values, known, num_microbatches, others)
+    lines = tuple(values.places[number][0][1] for number in found)
+    places = gathered([values.places[number] for number in found[1:2]])
+    pairs = pairs_of(values, known, others, num_microbatches)
+    is_known = all(own and own == places[0] for own in places)
+    ways: dict[Place, str] = {}
+    if is_known and all(gathered(found[1] in pairs if is_known else False)):
+        ways = shares_of(tracer, {places[0][0]: pairs[found[1]]}, places[0])
+    way = ways.get(places[0][0], "") if is_known else ""
+    return lines, way if "imum over" in way else ""
+
+
+def _first_wrong(
+    tracer: CodeTracer,
+    values: Values,
+    known: Values,
+    num_microbatches: int,
+    others: Mapping[int, int],
+) -> tuple[int, ...]:
+    """The value that has the first wrong gradient, and those computed from it, with right ones.
 
     A gradient may have the factor of those of the microbatch that come before it. One that is right
     after a reduction is no wrong one.
     """
-    others, _ = counterparts_of(values, known, num_microbatches)
     every = {
         number: (own, whole, share)
         for number, (own, whole, share) in pairs_of(
@@ -80,7 +102,7 @@ def wrong_gradient(
                 passes[reader] = state_of(tracer, own, whole, pairs[number][2]) == "right"
         bad = [reader for reader, right in passes.items() if right is False]
         bad = bad or [reader for reader, right in passes.items() if right is None]
-        return tuple(values.places[n][0][1] for n in (number, *bad)) if bad else ()
+        return (number, *bad) if bad else ()
     return ()
 
 

@@ -299,6 +299,10 @@ class Measuring:
                 compared = tracer.compare(event, kept.first[event], known["outputs"][event])
                 trace.events |= {event: compared[0]} if compared is not None else {}
             return trace
+        known = tracer.in_order(kept, known)
+        if any(gathered(tracer.order)):
+            # Of both sides the values of one line are then of different calls.
+            return trace
         if self.watched and self.watched > 1:
             old = load(self.folder, -self.watched)["outputs"]
             both = ((e, tracer.compare(e, kept.first[e], old[e])) for e in old.keys() & kept.first)
@@ -314,7 +318,7 @@ class Measuring:
         trace.wrong_lines, _, trace.without_gradient, trace.numbers = wrong_lines(
             tracer, values, reference, number, terms
         )
-        trace.wrong_gradient = wrong_gradient(tracer, values, reference, number)
+        trace.wrong_gradient, trace.extreme = wrong_gradient(tracer, values, reference, number)
         trace.recomputed_apart, trace.overwritten = tuple(values.apart), tuple(values.overwritten)
         trace.carried = carried(values, number)
         trace.left_out, trace.added = left_out(values, reference), added(values, reference)

@@ -73,6 +73,14 @@ def describe_through(
 
 def describe_lines(e: Evidence) -> str:
     """Between which lines of the caller's code a gradient becomes wrong; "" if that is unknown."""
+    for trace in e.watched:
+        if trace.extreme:
+            return (
+                f"{trace.wrong_gradient[1]} computes what only as {trace.extreme} is right. Its "
+                "gradient belongs to the rank whose own value that is, and the others need zeros "
+                "there, but each rank takes it for its own (the backward pass of a max all-reduce "
+                "has to do that)"
+            )
     line, *readers = next((t.wrong_gradient for t in e.watched if t.wrong_gradient), ("",))
     line = line or "the model"
     if readers and set(readers) == {line}:
