@@ -722,11 +722,13 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         place = "The code that reads it returns a wrong gradient"
     how = _of_gradient(e, last, found)
     how += _summed_again(e, after, found) if after and not partial else ""
-    how = how or _unused(e, last)
+    written = _written(e, last)
+    how = written or how or _unused(e, last)
     returned = "" if unseen else e.returned
     lines = "" if returned else e.lines_before(last, list(found), is_backward=True)
     passed_on = "" if partial or how or unseen else e.passed_on
     code = returned or (f"The code there{lines}" if lines else passed_on)
+    code = "" if written else code
     yield joined(start, place, how, code)
 
 
@@ -789,6 +791,21 @@ def _summed_again(e: Evidence, after: Sequence[str], found: Mapping[int, Agreeme
         f". {listed([module_of(event) for event in after], 3)} exchanges something between these "
         f"{factor:.0f} ranks: its backward pass sums the gradient once more, which each rank has "
         "whole. Pass it on as it is there (torch.distributed.nn's all_reduce sums it again)"
+    )
+
+
+def _written(e: Evidence, event: str) -> str:
+    """The line that writes into a tensor behind autograd, where a gradient is wrong; or ""."""
+    calls = [event.partition(" <- ")[0], *reversed(around(module_of(event)))]
+    found = (t.written[call] for t in e.watched for call in (*calls, "") if call in t.written)
+    return next(
+        (
+            f"{line} writes into the result of {source}, where autograd does not see it (by .data, "
+            "or detach()): the backward pass gives what is overwritten a gradient, too. Use an "
+            "operator that autograd sees, such as masked_fill or where"
+            for line, source in found
+        ),
+        "",
     )
 
 

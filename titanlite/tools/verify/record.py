@@ -419,6 +419,10 @@ class RankTrace:
     unseen: dict[str, str] = field(default_factory=dict)
     """Call of a module, "" for none -> the first line that sends what has a gradient, unseen by
     autograd."""
+    written: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Call, "" for none -> a line in it that writes into what has a gradient, unseen by autograd,
+    and the line that has computed that.
+    """
     sent_by_loss: str = ""
     """The first line outside modules, after a forward pass began, that exchanges something."""
     sent_from: dict[str, str] = field(default_factory=dict)

@@ -324,6 +324,7 @@ class Measuring:
         trace.left_out, trace.added = left_out(values, reference), added(values, reference)
         trace.groups = {call: tuple(groups) for call, groups in values.groups.items()}
         trace.exchanged, trace.unseen = frozenset(kept.exchanged), values.unseen
+        trace.written = values.written
         trace.sent_by_loss, trace.unused = values.sent_by_loss, kept.received.unused
         trace.cleared = {line: frozenset(names) for line, names in kept.cleared.items()}
         trace.sent_from = values.lines_sent()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -78,6 +80,10 @@ class Values:
     """Call, "" for none -> the first line in it that sends what has a gradient."""
     exchanged: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """The values that a rank sends, not by a broadcast -> the line, and the ranks of its group."""
+    written: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Call, "" for none -> a line in it that writes into what has a gradient, unseen by autograd,
+    and the line that has computed that.
+    """
     read: dict[int, str] = field(default_factory=dict)
     """The values that the host reads as a number -> the line."""
     passes: list[int] = field(default_factory=list)
@@ -95,6 +101,7 @@ class Values:
     _hooked: set[int] = field(default_factory=set)
     _nodes: dict[Any, int] = field(default_factory=dict)
     _makers: Any = field(default_factory=WeakTensorKeyDictionary)
+    _stored: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
     _of_line: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def note(self, calls: Sequence[str], line: str, operator: Any, given: Any, result: Any) -> None:
@@ -107,6 +114,8 @@ class Values:
             is_dealt = "alltoall" in name.replace("_", "")
             sent = [] if "broadcast" in name else leaves
             self.note_group(calls, None if is_dealt else group, leaves, sent)
+        elif name.endswith("_") and leaves:
+            self._note_write(calls, line, leaves[0])
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if name == "_local_scalar_dense" and leaves[0] in self._makers:
             self.read.setdefault(self._makers[leaves[0]], line)
@@ -125,8 +134,23 @@ class Values:
         self.numbers.append(_numbers_in(operator, given))
         self.with_gradient.append(tuple(graded) if torch.is_grad_enabled() else None)
         self._add((calls[-1] if calls else "", line, str(operator)), found)
+        if not isinstance(found[0], DTensor):
+            address = found[0].untyped_storage().data_ptr()
+            before = self._stored.get(address)
+            if before is None or before() is None:
+                self._stored[address] = weakref.ref(found[0])
         for number, one in graded.items():
             self._listen(number, one)
+
+    def _note_write(self, calls: Sequence[str], line: str, into: Tensor) -> None:
+        """Note an operator that writes into an alias, without a gradient, of what has one."""
+        if into.requires_grad or isinstance(into, DTensor):
+            return
+        stored = self._stored.get(into.untyped_storage().data_ptr())
+        value = None if stored is None else stored()
+        if value is not None and value is not into and value.requires_grad:
+            source = self.places[self._makers[value]][0][1]
+            self.written.setdefault(calls[-1] if calls else "", (line, source))
 
     def note_output(self, call: str, value: Tensor) -> None:
         """Note which value a call of a module returns; one that no operator is seen to compute, as
