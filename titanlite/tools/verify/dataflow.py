@@ -79,6 +79,12 @@ def first_difference(e: Evidence) -> Iterator[str]:
     arranged = "" if wrong_line is None else e.arranged(wrong_line)
     line = "" if has_place or arranged else e.first_wrong_line(first)
     code = e.lines_before(first, list(outputs))
+    if (
+        wrong_line is not None
+        and is_input(first)
+        and all(one in wrong_line.only_here for one in e.lines_of(first, list(outputs)))
+    ):
+        code = f": {listed(wrong_line.only_here[-MOST_LINES:])}"
     if arranged and wrong_line is not None:
         lines_there = listed((*wrong_line.only_here[-MOST_LINES:], wrong_line.line))
         code = joined(f": {lines_there}", arranged)
@@ -231,7 +237,10 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
             "each of its rows is that of one process times a number of its own: rows are weighted "
             "or normalized at another place than there, as before a module instead of after it"
         )
-    yield from _where(e, {rank: output.places for rank, output in outputs.items()})
+    if one.scales and len({output.scales for output in outputs.values()}) == 1:
+        yield f"it is {one.scales} as large as on one process"
+    else:
+        yield from _where(e, {rank: output.places for rank, output in outputs.items()})
     if not e.completed:
         yield from _at_border(outputs)
     if shape := next((output.shape for output in outputs.values() if output.shape), ""):

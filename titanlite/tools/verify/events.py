@@ -32,6 +32,7 @@ from torch.distributed.pipelining import stage
 from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement, is_pending
@@ -96,6 +97,7 @@ class Events:
         """What the backward pass receives."""
         self.finds_flow, self.is_training = finds_flow, is_training
         self._nodes: dict[Any, str] = {}
+        self._lines_of: Any = WeakTensorKeyDictionary()
         self._without_gradient: dict[str, list[str]] = {}
         self._calls: list[str] = []
         self._is_left_out = False
@@ -241,7 +243,11 @@ class Events:
             self.checkpointed.add(event)
         if isinstance(value, DTensor):
             self.shapes[event] = value.shape
+        if (lines := self._lines_of.get(value)) is not None:
+            # Of what several modules receive, the lines are those before the first of them.
+            self.lines.setdefault(event, lines)
         self._keep_lines(self.lines, event, self.values.lines_behind(value))
+        self._lines_of[value] = self.lines.get(event, ())
         if self.finds_flow:
             self.flow.setdefault(event, {}).update(dict.fromkeys(self._sources(value)))
             if read.grad_fn is not None:

@@ -140,15 +140,21 @@ class Evidence:
 
     def lines_before(self, event: str, ranks: Sequence[int], *, is_backward: bool = False) -> str:
         """The lines of code that ran just before a tensor, or its gradient; "" for none."""
+        lines = self.lines_of(event, ranks, is_backward=is_backward)
+        return f": {listed(lines[-MOST_LINES:])}" if lines else ""
+
+    def lines_of(
+        self, event: str, ranks: Sequence[int], *, is_backward: bool = False
+    ) -> tuple[str, ...]:
+        """The same lines, one by one."""
         for trace in self.watched:
             if trace.rank in ranks:
                 lines = (trace.lines_backward if is_backward else trace.lines).get(event, ())
                 if not lines and is_backward:
                     lines = self._lines_beside(event, trace)
                 # That it begins says nothing of where in it.
-                lines = tuple(line for line in lines if not line.endswith(".backward())"))
-                return f": {listed(lines[-MOST_LINES:])}" if lines else ""
-        return ""
+                return tuple(line for line in lines if not line.endswith(".backward())"))
+        return ()
 
     def _lines_beside(self, event: str, trace: record.RankTrace) -> tuple[str, ...]:
         """The lines of a backward pass that were noted at another tensor, which it gives, too.

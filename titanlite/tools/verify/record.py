@@ -223,7 +223,9 @@ def harmless(
             elif source in reference.with_gradient:
                 following[event].append(source)
     for event in reference.events if is_backward else reversed(reference.events):
-        if (after := following[event]) and found.issuperset(after):
+        # Of an input that nothing follows from, as one that only says on which device, none is.
+        after = following[event] or [called_by(event)] * (is_input(event) and not is_backward)
+        if after and found.issuperset(after):
             found.add(event)
     return found
 
@@ -304,6 +306,8 @@ class ModuleOutput:
     """The gradient of the output compared with the reference's, if both are known."""
     places: str = ""
     """Where it differs, if that is a part of one dimension; of other code."""
+    scales: str = ""
+    """How many times too large it is in runs along one dimension, if that is all."""
     has_other_rows: bool = False
     """Whether each row is a multiple of one of the reference's, but not of its own."""
     has_scaled_rows: bool = False

@@ -25,7 +25,13 @@ from torch.utils._pytree import tree_map
 
 from titanlite.modules.shards import local_part
 from titanlite.ranks.temporary import save_temporary
-from titanlite.tools.verify.agreement import agreement, dense, without_padding, wrong_places
+from titanlite.tools.verify.agreement import (
+    agreement,
+    dense,
+    scales_along,
+    without_padding,
+    wrong_places,
+)
 from titanlite.tools.verify.events import Events
 from titanlite.tools.verify.program.batches import Where
 from titanlite.tools.verify.program.local_parts import FusedCut, numbers_of
@@ -187,9 +193,16 @@ class CodeTracer(Tracer):
             both = zip(chosen, calls, strict=True)
             rows = [row for one, call in both for row in _batch_rows(one, call, known[0])]
             output.rows, output.num_rows = tuple(rows), len(known[0]) * (len(rows) == sum(sizes))
-        if len(wrong) == len(calls) == 1 and not is_moved and calls[0].is_floating_point():
-            part, most = chosen[0](known[0]), self.tolerance * known[0].abs().max().item()
-            output.places = wrong_places(calls[0], part, most)
+        if len(wrong) == len(calls) and not is_moved and calls[0].is_floating_point():
+            most = self.tolerance * max(one.abs().max().item() for one in known)
+            wholes = known if len(known) == len(calls) else known * len(calls)
+            parts = [(c, one(w)) for c, one, w in zip(calls, chosen, wholes, strict=True)]
+            places, scales = (
+                {wrong_places(*b, most) for b in parts},
+                {scales_along(*b) for b in parts},
+            )
+            output.places = places.pop() if len(places) == 1 else ""
+            output.scales = scales.pop() if len(scales) == 1 else ""
         number = len(calls) if len(known) == 1 else 1
         output.is_part = calls[0].numel() * number < known[0].numel()
         shape, every = calls[0].shape, known[0].shape
