@@ -107,7 +107,8 @@ def first_difference(e: Evidence) -> Iterator[str]:
     how = list(_how_it_runs(e, first, outputs)) or list(_one_sided(e, first, outputs, line))
     details = how or list(_details(e, first, outputs)) or list(_other_samples(e, first))
     parts += details
-    parts += (_in_other_calls(*one.tokens) for one in list(outputs.values())[:1] if one.tokens)
+    some = [output.tokens for output in outputs.values() if output.tokens][:1]
+    parts += (_in_other_calls(*one, _right_positions(e, first)) for one in some)
     parts += _of_module(e, first, outputs)
     parts += [] if how else _of_buffers(e, module_of(first))
     parts += lines * (not is_between)
@@ -176,7 +177,23 @@ def _sources(e: Evidence, event: str) -> list[str]:
     return [source for source in e.flow.get(event, ()) if source in can_compare]
 
 
-def _in_other_calls(num_padding: int, number: int) -> str:
+def _right_positions(e: Evidence, first: str) -> str:
+    """What follows from the positions of tokens, before a tensor, and agrees; "" for nothing."""
+    for event in e.events[: e.events.index(first)]:
+        name = module_of(event).rpartition(".")[2]
+        own = [t.events[event] for t in e.traces if event in t.events]
+        if own and not is_input(event) and ("rotary" in name or "position" in name):
+            return "" if any(one.wrong_calls for one in own) else describe_event(event)
+    return ""
+
+
+def _in_other_calls(num_padding: int, number: int, positions: str) -> str:
+    if positions and not num_padding:
+        return (
+            "one process has these tokens as sequences of their own, and here they are together. "
+            f"Their positions are right ({positions} agrees), so tokens of different sequences "
+            "attend to each other: look at the attention mask"
+        )
     how = f"with padding ({num_padding} of {number} tokens)" if num_padding else "together"
     return (
         f"one process has these tokens as sequences of their own, and here they are {how}: look at "

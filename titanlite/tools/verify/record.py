@@ -415,9 +415,11 @@ class RankTrace:
     numbers: tuple[WrongLine, ...] = ()
     """The lines outside modules that are given other numbers than on one process."""
     wrong_lines: tuple[WrongLine, ...] = ()
+    """The first lines whose results are wrong, of other code."""
     wrong_terms: tuple[WrongTerm, ...] = ()
     """The terms of the loss that differ, if others agree."""
-    """The first lines whose results are wrong, of other code."""
+    padding_counted: tuple[str, int] = ("", 0)
+    """A line with a mask that has some of the padding, and how many tokens of it."""
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     """Call of a module -> the groups of ranks that exchange something inside it."""
     unseen: dict[str, str] = field(default_factory=dict)

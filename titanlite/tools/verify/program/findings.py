@@ -918,6 +918,12 @@ def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
         line = joined(_of_terms(e), line, *more) or e.returned
         if not e.completed and (found := e.wrong_line()) and not found.source:
             line = joined(line, *(f"after the step, {one}" for one in explain_buffers(e)))
+        for trace in e.watched:
+            mask, number = trace.padding_counted
+            if number:
+                line = f"{mask} gives a mask that counts padding: {number} tokens on rank "
+                line += f"{trace.rank}, which one process, without padding, does not have"
+                break
         for sentence in explain_loss(e):
             yield joined(sentence, line)
 

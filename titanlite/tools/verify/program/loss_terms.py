@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+
+import torch
+from torch import Tensor
 
 from titanlite.tools.verify.evidence import EXPLAINED
 from titanlite.tools.verify.program.values import Values
@@ -63,6 +66,24 @@ def wrong_terms(
     ]
     numbers = {one.number for microbatch in own for i, one in enumerate(microbatch) if i in here}
     return tuple(wrong), numbers
+
+
+def padding_counted(values: Values, padding: Iterable[Tensor]) -> tuple[str, int]:
+    """A line outside modules whose mask of tokens has all that one process has, and some of the
+    padding, and how many; `padding` says which tokens are that.
+    """
+    for ((call, line, _), _), own in zip(values.places, values.tensors, strict=True):
+        if call or own is None or own.dtype != torch.bool or own.ndim != 2 or own.all():
+            continue
+        for one in padding:
+            columns = one.numel() // len(own)
+            if one.numel() % len(own) or own.size(1) > columns:
+                continue
+            # Of the last tokens, as those of an answer, or without the first, which has no label.
+            is_padding = one.view(len(own), columns)[:, -own.size(1) :]
+            if own[~is_padding].all() and own[is_padding].any():
+                return line, int(own[is_padding].sum())
+    return "", 0
 
 
 def _paired(own: Sequence[float], known: Sequence[float]) -> dict[int, int]:

@@ -42,7 +42,7 @@ from titanlite.tools.verify.program.gradient_modes import Cleared, Lines
 from titanlite.tools.verify.program.lines import wrong_lines
 from titanlite.tools.verify.program.lines_backward import wrong_gradient
 from titanlite.tools.verify.program.local_parts import check_names, find_parts
-from titanlite.tools.verify.program.loss_terms import wrong_terms
+from titanlite.tools.verify.program.loss_terms import padding_counted, wrong_terms
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.saved import watching_saved
 from titanlite.tools.verify.program.step_trace import lines_of_step, watch_step
@@ -314,6 +314,7 @@ class Measuring:
         tracer.orders, tracer.layouts = tracer.layouts, {}
         trace.over_parts = kept.values.over_parts()
         values, reference = kept.values, load_values(self.folder)
+        trace.padding_counted = padding_counted(values, tracer.padding.values())
         trace.wrong_terms, terms = wrong_terms(values, reference, self.loss)
         trace.wrong_lines, _, trace.without_gradient, trace.numbers = wrong_lines(
             tracer, values, reference, number, terms
