@@ -78,7 +78,8 @@ def wrong_places(own: Tensor, part: Tensor, most: float) -> str:
 
 def scales_along(own: Tensor, part: Tensor) -> str:
     """How many times as large a tensor is in runs along one dimension, if that is all; or ""."""
-    for dim, size in enumerate(own.shape if own.shape == part.shape else ()):
+    is_known = own.shape == part.shape and not own.is_complex()
+    for dim, size in enumerate(own.shape if is_known else ()):
         a, b = (t.double().movedim(dim, 0).reshape(size, -1) for t in (own, part))
         squares = (b * b).sum(1)
         scales = ((a * b).sum(1) / squares)[squares > 0]

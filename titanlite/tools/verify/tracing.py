@@ -26,6 +26,7 @@ from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import (
     agreement,
+    dense,
     digest_of,
     scales_along,
     without_padding,
@@ -240,8 +241,10 @@ class Tracer(abc.ABC):
             one.is_checkpointed = event in kept.checkpointed
             if event in self.reference.with_gradient and module_of(event) not in kept.again:
                 one.is_cut_off = not kept.requires_grad[event]
-                # It may be without use: then what it is computed from has other readers.
-                one.has_no_gradient = event not in kept.arrived and not self._has_gradients(event)
+                one.has_no_gradient = event not in kept.arrived
+                if not one.is_cut_off and self._has_gradients(event):
+                    # It is without use: what it is computed from has other readers.
+                    one.has_no_gradient = False
                 if one.has_no_gradient:
                     wrong[event] = True
         agrees = {event: not is_wrong for event, is_wrong in wrong.items()}
@@ -253,13 +256,15 @@ class Tracer(abc.ABC):
         return factors, wrong
 
     def _has_gradients(self, event: str) -> bool:
-        """Whether all parameters of the module that an event is of have a gradient, if any."""
+        """Whether all parameters in the module of an event have a gradient, and one is not zero."""
         name = module_of(event)
         local = (
             own for n, own in self.subject.local.items() if not name or n.startswith(f"{name}.")
         )
         grads = [one.parameter.grad for one in local if one.parameter.requires_grad]
-        return bool(grads) and all(one is not None for one in grads)
+        return all(one is not None for one in grads) and any(
+            bool(dense(local_part(one.detach())).any()) for one in grads if one is not None
+        )
 
     def _unreached(self, kept: Events) -> dict[str, tuple[tuple[int, ...], int]]:
         """What modules return of which a gradient comes in some calls, but not in all."""

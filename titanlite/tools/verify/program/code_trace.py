@@ -298,7 +298,7 @@ class CodeTracer(Tracer):
                 self.order = order if is_other else ()
         if not self.order:
             return known
-        return known | {
+        return {**known} | {
             kind: {
                 event: [own[i] for i in self.order] if len(own) == len(self.order) else own
                 for event, own in known[kind].items()

@@ -594,17 +594,20 @@ def explain_lost(e: PartEvidence) -> Iterator[str]:
 def explain_passes(e: PartEvidence) -> Iterator[str]:
     """Backward passes that DDP does not reduce."""
     runs = [run for run in e.runs if isinstance(run, CodeRun) and run.is_ddp]
-    often = {(t.num_passes, max(t.accumulated.values(), default=0)) for t in e.traces}
-    if not e.failed("gradient") or len(runs) < len(e.runs) or len(often) > 1:
+    wrong = e.failed("gradient")
+    often = {
+        (t.num_passes, min(t.accumulated.get(name, 0) for name in wrong)) for t in e.traces if wrong
+    }
+    if len(runs) < len(e.runs) or len(often) > 1:
         return
     for forward, backward in often:
         if 0 < forward < backward:
             after = "one forward pass" if forward == 1 else f"{forward} forward passes"
             yield Explained(
                 f"after {after} of DistributedDataParallel there are {backward} backward passes, "
-                f"and it reduces gradients only once for each forward pass: what the later ones "
+                "and it reduces gradients only once for each forward pass: what the later ones "
                 "add stays each rank's own. Add up the losses, and go back once",
-                e.failed("gradient"),
+                wrong,
             )
 
 

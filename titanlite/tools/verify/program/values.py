@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -134,21 +133,16 @@ class Values:
         self.numbers.append(_numbers_in(operator, given))
         self.with_gradient.append(tuple(graded) if torch.is_grad_enabled() else None)
         self._add((calls[-1] if calls else "", line, str(operator)), found)
-        if not isinstance(found[0], DTensor):
-            address = found[0].untyped_storage().data_ptr()
-            before = self._stored.get(address)
-            if before is None or before() is None:
-                self._stored[address] = weakref.ref(found[0])
+        if (address := _address(found[0])) and self._stored.get(address, lambda: None)() is None:
+            self._stored[address] = weakref.ref(found[0])
         for number, one in graded.items():
             self._listen(number, one)
 
     def _note_write(self, calls: Sequence[str], line: str, into: Tensor) -> None:
         """Note an operator that writes into an alias, without a gradient, of what has one."""
-        if into.requires_grad or isinstance(into, DTensor):
-            return
-        stored = self._stored.get(into.untyped_storage().data_ptr())
-        value = None if stored is None else stored()
-        if value is not None and value is not into and value.requires_grad:
+        value = self._stored.get(_address(into), lambda: None)()
+        is_alias = value is not None and value is not into and not into.requires_grad
+        if value is not None and is_alias and value.requires_grad:
             source = self.places[self._makers[value]][0][1]
             self.written.setdefault(calls[-1] if calls else "", (line, source))
 
@@ -346,3 +340,9 @@ def load_values(folder: str, name: str = "values") -> Values:
     for number, (key, _) in enumerate(known.places):
         known.of[key].append(number)
     return known
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's elements begin in memory; 0 for one that has none of its own."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() if is_plain else 0
