@@ -521,6 +521,8 @@ class CodeRun(RankRun):
     """Whether a module is one of DDP or FSDP, which average gradients."""
     is_ddp: bool = False
     """Whether a module is one of DDP."""
+    hooked: tuple[str, ...] = ()
+    """The parameters with hooks that FSDP2 has sharded."""
     shuffled: tuple[str, ...] = ()
     """Starting weights with the elements of the reference's, in another order."""
     in_other_order: tuple[str, ...] = ()

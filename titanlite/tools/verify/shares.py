@@ -138,6 +138,13 @@ def describe_parts(
     ratios = {round(after / before, 2) for before, after in itertools.pairwise(by_value) if before}
     pairs = sorted((index, round(share, 4)) for index, share in zip(order, shares, strict=False))
     is_later_more = pairs == sorted(pairs, key=lambda both: both[1])
+    if len(ratios) == 1 and pairs == sorted(pairs, key=lambda both: -both[1]) and min(by_value) > 1:
+        text += (
+            f". The earlier a microbatch, the more it counts, by {ratios.pop():g} each time: what "
+            "is accumulated is multiplied again with each later one, as by a buffer that is added "
+            "to itself"
+        )
+        return text
     if len(ratios) == 1 and min(by_value) > 0 and max(by_value) == 1.0 and is_later_more:
         text += (
             f". The earlier a microbatch, the less it counts, by {ratios.pop():g} each time: what "

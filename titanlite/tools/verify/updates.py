@@ -94,6 +94,10 @@ def explain_update(e: Evidence) -> Iterator[str]:
             "overwrite the update. Look at what the step sends between ranks: each weight must "
             "come from the rank that updates it"
             if counts <= set(range(1, len(e.runs))) and len(bad) == len(e.runs)
+            else "what the step updates for them does not arrive here. Look at how it divides the "
+            "parameters among the ranks (whose part of them a rank updates), and at what it sends "
+            "back"
+            if len(bad) == len(e.runs) and not any(states)
             else "the optimizer does not have these tensors, or has others than the model uses. "
             "Build it after what replaces parameters (fully_shard, to, tie)"
             if len(bad) == len(e.runs)
@@ -226,7 +230,7 @@ def explain_buffers(e: Evidence) -> Iterator[str]:
     )
     yield (
         f"buffers differ from those of one process after step {e.step}: {listed(wrong, 3)}; {how}. "
-        f"{_counted_again(e, wrong) or _stale(e, apart, right) or what}"
+        f"{_counted_again(e, wrong) or _stale(e, apart, right) or _kept(e, wrong) or what}"
     )
 
 
@@ -244,6 +248,20 @@ def _stale(e: Evidence, apart: Sequence[str], right: Sequence[int]) -> str:
         f"The other ranks still have the values of step {e.step - 1}: only {who} updates them. "
         "Broadcast what is updated (DDP does before a forward pass, unless broadcast_buffers=False)"
         ", or update it on every rank"
+    )
+
+
+def _kept(e: Evidence, names: Sequence[str]) -> str:
+    """Whether the step changes none of these buffers on any rank; "" if it does."""
+    for run in e.runs:
+        now, before = (run.steps[step].buffers for step in (e.step, e.step - 1))
+        for name in names:
+            if name not in before or now[name].digest != before[name].digest:
+                return ""
+    who, it = ("They are", "them") if names[1:] else ("It is", "it")
+    return (
+        f"{who} as before the step: what it computes for {it} is not kept there (it is assigned to "
+        "another name, or to a copy)"
     )
 
 

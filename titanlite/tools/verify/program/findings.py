@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -72,6 +72,8 @@ class PartEvidence(Evidence):
     """The weights that the reference itself changes before its forward pass."""
     accumulated: Mapping[str, int] = field(default_factory=dict)
     """Parameter -> how often a backward pass adds to its gradient in the reference."""
+    trained: Collection[str] = ()
+    """The parameters to which any of the reference's steps adds."""
     uses: Mapping[int, Mapping[str, UseFit]] = field(default_factory=dict)
     """Rank -> gradient -> it as a sum of those of the single uses of its parameter."""
     updates: Mapping[int, Mapping[str, Update]] = field(default_factory=dict)
@@ -177,8 +179,9 @@ class PartEvidence(Evidence):
         if all(one.is_unchanged for one in wrong):
             return (
                 "The step of one process leaves them as they are, as it does without a gradient, "
-                "but the ranks' step moves them. A gradient of zeros is one, too: weight decay and "
-                "old momentum move a weight with it. Leave it at None"
+                "but the ranks' step moves them: by a gradient of an earlier step that is still "
+                "there, or one of zeros (weight decay and old momentum move a weight with it). "
+                "Leave it at None"
             )
         if all(one.num_kept for one in wrong):
             return self._describe_kept()
@@ -311,7 +314,9 @@ def _cleared(e: PartEvidence) -> str:
     """The line that clears the wrong gradients in the middle of the step; or ""."""
     wrong = set(e.failed("gradient"))
     lines = (line for t in e.watched for line, names in t.cleared.items() if names & wrong)
-    found = next(lines, "")
+    fits = [one for of_rank in e.fits.fits.values() for n, one in of_rank.items() if n in wrong]
+    is_more = all(min(shares) > 1 - NEAR and left < LEFT for shares, left in fits) and bool(fits)
+    found = "" if is_more else next(lines, "")
     return (
         f"{found} clears gradients in the middle of the step, after a backward pass has added to "
         "them: what that has added is lost"
@@ -506,7 +511,7 @@ def explain_changed(e: PartEvidence) -> Iterator[str]:
 
 def explain_untrained(e: PartEvidence) -> Iterator[str]:
     """Weights without a gradient, which the code itself sets."""
-    wrong = [name for name in e.failed("weight") if name not in e.accumulated]
+    wrong = [name for name in e.failed("weight") if name not in e.trained]
     wrong = [n for n in wrong if all(n not in run.steps[e.step].gradients for run in e.runs)]
     if not wrong or not e.accumulated:
         return
@@ -515,6 +520,15 @@ def explain_untrained(e: PartEvidence) -> Iterator[str]:
     own = [one.fit for of_rank in e.updates.values() for n, one in of_rank.items() if n in wrong]
     factor, left = pooled(own)
     how = ", and at who runs it"
+    held = [
+        run.steps[now].weights.get(n)
+        for n in wrong
+        for run in e.runs
+        for now in (e.step - 1, e.step)
+    ]
+    if all(a and b and a.digest == b.digest for a, b in zip(held[::2], held[1::2], strict=True)):
+        how = ". They are as they were before the step: it leaves them out. Does it find them by "
+        how += "name? Wrappers change names (_checkpoint_wrapped_module, module, _orig_mod)"
     if left < EXPLAINED and 1 < factor <= e.num_microbatches:
         how = f". They change {factor:.6g} times as much as on one process, as averages do that "
         how += f"are updated after each of {e.num_microbatches} microbatches. Do it once a step"
@@ -609,6 +623,20 @@ def explain_passes(e: PartEvidence) -> Iterator[str]:
                 "add stays each rank's own. Add up the losses, and go back once",
                 wrong,
             )
+
+
+def explain_hooks(e: PartEvidence) -> Iterator[str]:
+    """Hooks of parameters that FSDP2 has sharded."""
+    wrong = set(e.failed("gradient"))
+    hooked = {n for run in e.runs if isinstance(run, CodeRun) for n in run.hooked}
+    if wrong and wrong == hooked:
+        who = e.named(wrong)
+        yield Explained(
+            f"{who} {be(who)} those of the parameters that have hooks (register_hook), which never "
+            "run: FSDP2 itself gives its shards their gradients. Use "
+            "register_post_accumulate_grad_hook, or change gradients after the backward pass",
+            wrong,
+        )
 
 
 def explain_unreached(e: PartEvidence) -> Iterator[str]:
@@ -944,7 +972,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_forward,),
     (explain_ties,),
     (explain_microbatches, explain_previous),
-    (explain_passes,),
+    (explain_passes, explain_hooks),
     (explain_step_of_local_gradients,),
     (explain_parts,),
     (explain_uses,),

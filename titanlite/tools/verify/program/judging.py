@@ -436,6 +436,7 @@ class Judging:
         evidence.reference_trace, evidence.traces = record.trace, traces
         evidence.changed = record.changed.get(step, ())
         evidence.accumulated = record.accumulated.get(step, {})
+        evidence.trained = {name for own in record.accumulated.values() for name in own}
         evidence.is_split = len(set(self._parts_by_step()[step - 1])) > 1
         evidence.num_microbatches = self.request.microbatches or _num_calls(traces)
         first = [run.traces[1] for run in self.runs if 1 in run.traces]

@@ -181,6 +181,10 @@ class Measuring:
             run = self._start_run(subject, start)
         every = [module for root in built.roots for module in root.modules()]
         run.averages = any(map(_averages, every))
+        groups = (g for one in every if isinstance(one, FSDPModule) for g in fsdp_groups(one))
+        shards = {id(param.sharded_param) for group in groups for param in group.fsdp_params}
+        hooked = [n for n, one in local.items() if getattr(one.parameter, "_backward_hooks", None)]
+        run.hooked = tuple(n for n in hooked if id(local[n].parameter) in shards)
         run.is_ddp = any(isinstance(one, DistributedDataParallel) for one in every)
         after = None if built.is_flat else fingerprint(local)
         # A missing seed must show up: ranks on different machines differ in this too.
@@ -274,6 +278,9 @@ class Measuring:
 
     def _start_run(self, subject: Subject, start: Mapping[str, Tensor]) -> CodeRun:
         local, weights = subject.local, subject.compare_weights(start)
+        # Of buffers, only whether a step changes them is asked.
+        found = subject.buffers()
+        buffers = subject.compare_buffers(found, found)
         wrong = [name for name, one in weights.items() if one.error and self.traces]
         in_other_order = tuple(n for n in wrong if same_rows(local[n].parameter, start[n]))
         others = [name for name in wrong if name not in in_other_order]
@@ -283,7 +290,7 @@ class Measuring:
             {},
             (),
             {name: digest_of(one.part_of(start[name])) for name, one in local.items()},
-            [RankStep(weights=weights)],
+            [RankStep(weights=weights, buffers=buffers)],
             places={name: one.place for name, one in local.items()},
             sizes={name: one.shape.numel() for name, one in local.items()},
             shuffled=tuple(n for n in others if has_elements_of(local[n].parameter, start[n])),
