@@ -81,8 +81,9 @@ def first_difference(e: Evidence) -> Iterator[str]:
     code = e.lines_before(first, list(outputs))
     if (
         wrong_line is not None
-        and is_input(first)
-        and all(one in wrong_line.only_here for one in e.lines_of(first, list(outputs)))
+        and wrong_line.call == called_by(first) != first
+        and (lines_there := e.lines_of(first, list(outputs)))
+        and wrong_line.only_here[-len(lines_there) :] == lines_there
     ):
         code = f": {listed(wrong_line.only_here[-MOST_LINES:])}"
     if arranged and wrong_line is not None:
@@ -90,7 +91,7 @@ def first_difference(e: Evidence) -> Iterator[str]:
         code = joined(f": {lines_there}", arranged)
     line = e.completed or line
     if _is_outdated(e, first, outputs):
-        line = code = ""
+        line = ""
     is_said = not (line or code) or _carried(e, first, outputs)
     lines = [] if is_said else [line or f"the code there{code}"]
     parts += lines * is_between
