@@ -82,8 +82,8 @@ def first_difference(e: Evidence) -> Iterator[str]:
     if (
         wrong_line is not None
         and wrong_line.call == called_by(first) != first
-        and (lines_there := e.lines_of(first, list(outputs)))
-        and wrong_line.only_here[-len(lines_there) :] == lines_there
+        and (before := e.lines_of(first, list(outputs)))
+        and wrong_line.only_here[-len(before) :] == before
     ):
         code = f": {listed(wrong_line.only_here[-MOST_LINES:])}"
     if arranged and wrong_line is not None:

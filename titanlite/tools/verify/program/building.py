@@ -129,14 +129,16 @@ class Built:
     def clip(self) -> float:
         """Call the caller's `clip` with the model; returns the gradient norm, 0 without one.
 
-        It gets all that was returned where `parallel` returns several modules, or the reference has
-        a step of its own.
+        It gets all that was returned where `parallel` returns several modules with parameters, or
+        the reference has a step of its own.
         """
         request = self.request
         if request.clip is None:
             return 0.0
-        is_model = len(self.modules) == 1 and request.reference_step is None
-        return number_of(request.clip(self.roots[0] if is_model else self.value), "clip") or 0.0
+        # A loss may be a module, too.
+        models = [root for root in self.roots if next(root.parameters(), None) is not None]
+        is_model = len(models) == 1 and request.reference_step is None
+        return number_of(request.clip(models[0] if is_model else self.value), "clip") or 0.0
 
 
 def number_of(value: Any, name: str) -> float | None:
