@@ -205,6 +205,7 @@ class Evidence:
         for name, own, known in found.numbers:
             later = ". Step 1 was right: is it set from the samples of all ranks?" * (self.step > 1)
             parts.append(f"It computes {name} {own:.6g}, on one process {known:.6g}{later}")
+        parts += [f"It takes the {found.over}"] * bool(found.over)
         if found.never_here and not found.source:
             lines = listed(found.never_here[-MOST_LINES:])
             parts.append(f"On one process it reads the result of {lines}, which does not run here")

@@ -651,6 +651,8 @@ class WrongLine:
     """The rows of one process that the result has, if they are not the rank's."""
     shift: int = 0
     """How much further on than the rank's tokens the columns are that the result has."""
+    over: str = ""
+    """Over how many elements means and the like are taken on the way, if otherwise there."""
     order: str = ""
     """How it reads the elements that one process reads there, if in another order."""
     border: str = ""

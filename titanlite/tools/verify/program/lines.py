@@ -26,13 +26,15 @@ from titanlite.tools.verify.program.code_trace import CodeTracer
 from titanlite.tools.verify.program.values import RANDOM, Place, Values
 from titanlite.tools.verify.record import WrongLine, operator_of
 from titanlite.tools.verify.tracing import gathered, sum_over_axes
-from titanlite.tools.verify.wording import is_near
+from titanlite.tools.verify.wording import is_near, listed
 
 # No more values are reduced.
 MOST_REDUCED = 48
 # Nor does the diagnosis look at more wrong lines.
 MOST_LINES = 24
 
+# Operators of which each element of the result is of several.
+REDUCTIONS = ("mean", "std", "var", "sum", "amax", "amin", "logsumexp")
 # Nor are more elements of a row named.
 MOST_ELEMENTS = 8
 
@@ -89,18 +91,19 @@ def wrong_lines(
     axes = {a: tuple(dist.get_process_group_ranks(g)) for a, g in tracer.subject.groups.items()}
     digests = gathered({p: digest_of(found[p][0]) for p in some if p in found})
     alike = {p for p in some if len({of_rank.get(p) for of_rank in digests}) == 1}
+    where = tracer.where
+    plain = [1.0, len(where.rows) / where.num_rows / num_microbatches] if where else []
     search = _LineSearch(
         *(values, known, others, instead, states, wrong, unjudged),
         *(shares, rows, shifts, borders),
         *(terms, parts, axes, alike),
+        plain=plain,
     )
     lines = tuple(itertools.islice(search.found(), MOST_LINES))
     if not lines:
         # Where none is wrong for certain, one that has other tokens may be.
         lines = tuple(WrongLine(*place[0][:2], shift=by) for place, by in shifts.items())
-    where = tracer.where
-    plain = [1.0, len(where.rows) / where.num_rows / num_microbatches] if where else []
-    numbers = tuple(search.numbers(plain)) if where else ()
+    numbers = tuple(search.numbers()) if where else ()
     return lines, tuple(search.read()), _without_gradient(values, known, others), numbers
 
 
@@ -387,6 +390,8 @@ class _LineSearch:
     """The ranks along each axis."""
     alike: Collection[Place]
     """The values that are equal on all ranks."""
+    plain: Collection[float]
+    """The share of all samples that a rank, or a microbatch, has."""
 
     def found(self) -> Iterator[WrongLine]:
         """The wrong values that are no shares, nor harmless, nor parts that new code completes.
@@ -626,8 +631,32 @@ class _LineSearch:
         ran = {key[1] for key in self.values.of}
         both = zip(self.values.operands(number), self.known.operands(other), strict=False)
         found.order = next(filter(None, itertools.starmap(_order, both)), "")
+        _, here = self._sources(self.values, number)
         _, between = self._sources(self.known, other)
+        found.over = self._reduced_over(here, between) if found.only_here else ""
         found.never_here = _lines_of(self.known, between, ran)
+
+    def _reduced_over(self, here: Sequence[int], there: Sequence[int]) -> str:
+        """Over how many elements both sides take a mean, or the like, if over others; or "".
+
+        A part of the batch explains fewer of them.
+        """
+        own, theirs = _counts(self.values, here), _counts(self.known, there)
+        found = (
+            f"{name} over {listed(sorted(own[name]), 4)} elements, on one process over "
+            f"{listed(sorted(theirs[name]), 4)}"
+            for name in REDUCTIONS
+            if name in own
+            and name in theirs
+            and not own[name] & theirs[name]
+            and not any(
+                is_near(one, other * share)
+                for one in own[name]
+                for other in theirs[name]
+                for share in self.plain
+            )
+        )
+        return next(found, "")
 
     def _numbers(self, number: int, other: int) -> tuple[tuple[str, float, float], ...]:
         """The numbers that an operator is given, beside others on one process."""
@@ -638,7 +667,7 @@ class _LineSearch:
             if name in own and own[name] != value
         )
 
-    def numbers(self, plain: Collection[float]) -> Iterator[WrongLine]:
+    def numbers(self) -> Iterator[WrongLine]:
         """The lines outside modules that are given other numbers than on one process, whatever
         else is right; not one that is `plain` times as large, as a number of samples is.
         """
@@ -646,7 +675,7 @@ class _LineSearch:
             place = self.values.places[number][0]
             if place[2] == self.known.places[other][0][2] and not place[0]:
                 for one in self._numbers(number, other):
-                    if not any(is_near(one[1], one[2] * factor) for factor in plain):
+                    if not any(is_near(one[1], one[2] * factor) for factor in self.plain):
                         yield WrongLine(*place[:2], numbers=(one,))
 
     def _sources(self, values: Values, number: int) -> tuple[list[int], list[int]]:
@@ -666,6 +695,18 @@ class _LineSearch:
                 stack += values.sources[source]
         in_lines_of_both = sorted(found, key=lambda s: values.places[s][0] not in self.known.of)
         return in_lines_of_both, sorted(seen - set(found))
+
+
+def _counts(values: Values, numbers: Sequence[int]) -> dict[str, set[int]]:
+    """For each operator like a mean among some values, of how many elements each of its own is."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for number in numbers:
+        name = operator_of(values.places[number][0]).strip("_")
+        (source, *_) = (*values.operands(number), None)
+        own = values.tensors[number]
+        if name in REDUCTIONS and source is not None and own is not None and own.numel():
+            found[name].add(source.numel() // own.numel())
+    return found
 
 
 def _order(own: Tensor | None, known: Tensor | None) -> str:
