@@ -177,12 +177,18 @@ class PartEvidence(Evidence):
                 "the whole tensor: this optimizer needs the whole tensor, so gather it before"
             )
         if all(one.is_unchanged for one in wrong):
-            return (
+            names = {name for of_rank in self.updates.values() for name in of_rank}
+            there = any(names & run.steps[self.step].gradients.keys() for run in self.runs)
+            moved = (
                 "The step of one process leaves them as they are, as it does without a gradient, "
-                "but the ranks' step moves them: by a gradient of an earlier step that is still "
-                "there, or one of zeros (weight decay and old momentum move a weight with it). "
-                "Leave it at None"
+                "but the ranks' step moves them"
             )
+            zeros = (
+                ". A gradient of zeros is one, too: weight decay and old momentum move a weight "
+                "with it. Leave it at None"
+            )
+            old = ": by a gradient of an earlier step that is still there, of them or of a copy?"
+            return moved + (zeros if there else old)
         if all(one.num_kept for one in wrong):
             return self._describe_kept()
         if all(one.num_zero for one in wrong):
