@@ -156,7 +156,15 @@ WITH_TORCH = {
         *("contents", "perturbation", "subject", "tracing", "watching"),
     ),
     "titanlite/tools/verify/program": (
-        *("batches", "building", "code_trace", "gradient_modes", "lines", "lines_backward"),
+        *(
+            "batches",
+            "building",
+            "code_trace",
+            "gradient_modes",
+            "lines",
+            "lines_backward",
+            "loss_terms",
+        ),
         *("parallel", "received", "reference", "saved", "step_trace", "through", "uses", "values"),
         *("local_parts", "weights"),
     ),

@@ -197,10 +197,8 @@ class CodeTracer(Tracer):
             most = self.tolerance * max(one.abs().max().item() for one in known)
             wholes = known if len(known) == len(calls) else known * len(calls)
             parts = [(c, one(w)) for c, one, w in zip(calls, chosen, wholes, strict=True)]
-            places, scales = (
-                {wrong_places(*b, most) for b in parts},
-                {scales_along(*b) for b in parts},
-            )
+            places = {wrong_places(*both, most) for both in parts}
+            scales = {scales_along(*both) for both in parts}
             output.places = places.pop() if len(places) == 1 else ""
             output.scales = scales.pop() if len(scales) == 1 else ""
         number = len(calls) if len(known) == 1 else 1

@@ -179,13 +179,7 @@ class Measuring:
         subject = self._subject(built, local, mesh)
         with built.parameters():
             run = self._start_run(subject, start)
-        every = [module for root in built.roots for module in root.modules()]
-        run.averages = any(map(_averages, every))
-        groups = (g for one in every if isinstance(one, FSDPModule) for g in fsdp_groups(one))
-        shards = {id(param.sharded_param) for group in groups for param in group.fsdp_params}
-        hooked = [n for n, one in local.items() if getattr(one.parameter, "_backward_hooks", None)]
-        run.hooked = tuple(n for n in hooked if id(local[n].parameter) in shards)
-        run.is_ddp = any(isinstance(one, DistributedDataParallel) for one in every)
+        _note_wrappers(run, built, local)
         after = None if built.is_flat else fingerprint(local)
         # A missing seed must show up: ranks on different machines differ in this too.
         torch.manual_seed(hash((world.rank, time.monotonic_ns())) % 2**32)
@@ -198,8 +192,7 @@ class Measuring:
             )
             digest = digest_of_batch(part)
             run.parts.append(digest)
-            known = load(self.folder, step)
-            found = RankStep()
+            known, found = load(self.folder, step), RankStep()
             perturbation = Perturbation(request.dtype, self.perturbed, step)
             if self.perturbed:
                 perturbation.perturb(built.own_parameters.values())
@@ -279,7 +272,7 @@ class Measuring:
     def _start_run(self, subject: Subject, start: Mapping[str, Tensor]) -> CodeRun:
         local, weights = subject.local, subject.compare_weights(start)
         # Of buffers, only whether a step changes them is asked.
-        found = subject.buffers()
+        found = {name: local_part(one.detach()) for name, one in subject.buffers().items()}
         buffers = subject.compare_buffers(found, found)
         wrong = [name for name, one in weights.items() if one.error and self.traces]
         in_other_order = tuple(n for n in wrong if same_rows(local[n].parameter, start[n]))
@@ -483,6 +476,17 @@ class Measuring:
             with contextlib.suppress(Exception):
                 trace.file = save_part(path, tracer, part, digest, names)
         return trace
+
+
+def _note_wrappers(run: CodeRun, built: Built, local: LocalParts) -> None:
+    """Note what DDP and FSDP do in a rank's model."""
+    every = [module for root in built.roots for module in root.modules()]
+    run.averages = any(map(_averages, every))
+    run.is_ddp = any(isinstance(one, DistributedDataParallel) for one in every)
+    groups = (g for one in every if isinstance(one, FSDPModule) for g in fsdp_groups(one))
+    shards = {id(param.sharded_param) for group in groups for param in group.fsdp_params}
+    hooked = [n for n, one in local.items() if getattr(one.parameter, "_backward_hooks", None)]
+    run.hooked = tuple(n for n in hooked if id(local[n].parameter) in shards)
 
 
 def _unsynchronized(built: Built, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:

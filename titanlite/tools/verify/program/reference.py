@@ -120,20 +120,7 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
         if step == watched_step:
             kept.values.save(folder)
             if step > 1:
-                before, now = (load(folder, step - n)["weights"] for n in (2, 1))
-
-                def put(*_: Any, old: Mapping[str, Tensor] = before) -> None:
-                    for name, one in local.items():
-                        if not module or name.startswith(f"{module}."):
-                            one.parameter.data.copy_(old[name])
-
-                for name, one in local.items():
-                    one.parameter.data.copy_(now[name])
-                put()
-                # What sets weights in the step itself, as an average does, has done so before.
-                with subject.recorded(Events()) as old, _before_call(built, module, put):
-                    built.run_step(batch)
-                store({"outputs": old.up_to(MOST_OUTPUT_BYTES)[0]}, folder, -step)
+                _store_outdated(built, local, subject, folder, step, module, batch)
             break
         if step == 1:
             record.narrowed = (*narrowed, *by_optimizer) if request.dtype == "float64" else ()
@@ -147,6 +134,32 @@ def _run(built: Built, folder: str, watched_step: int | None, module: str) -> Mo
         record.steps.append(ReferenceStep(loss, clipped if request.clip else norm, rate))
         built.optimizer.zero_grad(set_to_none=True)
     return record
+
+
+def _store_outdated(
+    built: Built,
+    local: Mapping[str, LocalPart],
+    subject: Subject,
+    folder: str,
+    step: int,
+    module: str,
+    batch: Any,
+) -> None:
+    """Store what modules return if those in `module` have weights of before the last update."""
+    before, now = (load(folder, step - n)["weights"] for n in (2, 1))
+
+    def put(*_: Any) -> None:
+        for name, one in local.items():
+            if not module or name.startswith(f"{module}."):
+                one.parameter.data.copy_(before[name])
+
+    for name, one in local.items():
+        one.parameter.data.copy_(now[name])
+    put()
+    # What sets weights in the step itself, as an average does, has done so before.
+    with subject.recorded(Events()) as old, _before_call(built, module, put):
+        built.run_step(batch)
+    store({"outputs": old.up_to(MOST_OUTPUT_BYTES)[0]}, folder, -step)
 
 
 @contextlib.contextmanager
