@@ -156,17 +156,9 @@ WITH_TORCH = {
         *("contents", "perturbation", "subject", "tracing", "watching"),
     ),
     "titanlite/tools/verify/program": (
-        *(
-            "batches",
-            "building",
-            "code_trace",
-            "gradient_modes",
-            "lines",
-            "lines_backward",
-            "loss_terms",
-        ),
+        *("batches", "building", "code_trace", "gradient_modes", "lines", "lines_backward"),
         *("parallel", "received", "reference", "saved", "step_trace", "through", "uses", "values"),
-        *("local_parts", "weights"),
+        *("local_parts", "loss_terms", "weights"),
     ),
 }
 PLANNED_WITHOUT_TORCH = (

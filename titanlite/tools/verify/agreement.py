@@ -15,6 +15,7 @@ from titanlite.job import Job
 from titanlite.mesh.parallel_dims import AXES, axes_where
 from titanlite.modules.shards import is_sharded
 from titanlite.tools.verify.record import Agreement
+from titanlite.tools.verify.wording import listed
 
 # No more parts of a tensor are named.
 MOST_RUNS = 8
@@ -90,11 +91,9 @@ def scales_along(own: Tensor, part: Tensor) -> str:
             for _, run in itertools.groupby(places, lambda one: round(one[1], 4))
         ]
         if 1 < len(runs) <= min(MOST_RUNS, size - 1) and left.norm() < 1e-6 * a.norm():
-            shown = [
-                f"{one[0][1]:.4g} times at {one[0][0]}" + f" to {one[-1][0]}" * (len(one) > 1)
-                for one in runs
-            ]
-            return f"{', '.join(shown)} of {size} along dimension {dim}"
+            ends = [(run[0][0], run[-1][0], run[0][1]) for run in runs]
+            shown = [f"{scale:.4g} times (at {first} to {last})" for first, last, scale in ends]
+            return f"{listed(shown, MOST_RUNS)}, of {size} along dimension {dim},"
     return ""
 
 

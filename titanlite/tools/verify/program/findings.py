@@ -560,8 +560,8 @@ def explain_frozen(e: PartEvidence) -> Iterator[str]:
     )
 
 
-def explain_mixed(e: PartEvidence) -> Iterator[str]:
-    """Gradients that contain those of other parameters, or calls in an order of each rank's own."""
+def explain_order(e: PartEvidence) -> Iterator[str]:
+    """Calls of modules in an order of each rank's own."""
     wrong = e.failed("gradient")
     orders = {trace.rank: trace.order for trace in e.traces}
     if wrong and len({*orders.values()}) > 1 and not first_wrong(e):
@@ -573,7 +573,11 @@ def explain_mixed(e: PartEvidence) -> Iterator[str]:
             "calls. Call them in one order on all ranks",
             wrong,
         )
-        return
+
+
+def explain_mixed(e: PartEvidence) -> Iterator[str]:
+    """Gradients that contain those of other parameters."""
+    wrong = e.failed("gradient")
     if names := [name for name in wrong if name in e.fits.mixed]:
         first, others = names[0], listed(e.fits.mixed[names[0]], 3)
         many = f", and likewise {len(names) - 1} more" * (len(names) > 1)
@@ -986,6 +990,7 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_loss_of_code,),
     (explain_without_gradient,),
     (explain_lost,),
+    (explain_order,),
     (explain_mixed,),
     (explain_backward,),
     (explain_unreached,),

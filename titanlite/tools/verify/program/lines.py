@@ -429,7 +429,7 @@ class _LineSearch:
             found.arranges = self._arranges(number)
             sources, between = self._sources(self.values, number)
             found.only_here = _lines_of(self.values, between, {found.line})
-            self._compare(found, number)
+            self._compare(found, number, between)
             # Without a source, it reads the rank's samples or its weights.
             found.is_of_part = self.values.mixes[number] and (
                 not sources
@@ -619,7 +619,7 @@ class _LineSearch:
                 found.add(number)
         return found
 
-    def _compare(self, found: WrongLine, number: int) -> None:
+    def _compare(self, found: WrongLine, number: int, here: Sequence[int]) -> None:
         """What the wrong line is given, and reads, on one process, if that is something else."""
         (key, _), other = self.values.places[number], self.others.get(number)
         if other is None:
@@ -631,7 +631,6 @@ class _LineSearch:
         ran = {key[1] for key in self.values.of}
         both = zip(self.values.operands(number), self.known.operands(other), strict=False)
         found.order = next(filter(None, itertools.starmap(_order, both)), "")
-        _, here = self._sources(self.values, number)
         _, between = self._sources(self.known, other)
         found.over = self._reduced_over(here, between) if found.only_here else ""
         found.never_here = _lines_of(self.known, between, ran)

@@ -76,10 +76,10 @@ def describe_lines(e: Evidence) -> str:
     for trace in e.watched:
         if trace.extreme:
             return (
-                f"{trace.wrong_gradient[1]} computes what only as {trace.extreme} is right. Its "
-                "gradient belongs to the rank whose own value that is, and the others need zeros "
-                "there, but each rank takes it for its own (the backward pass of a max all-reduce "
-                "has to do that)"
+                f"{trace.wrong_gradient[1]} computes values of which {trace.extreme} is that of "
+                f"one process. The gradient of {trace.extreme} belongs only to the rank that has "
+                "it, but each rank takes all of it: the backward pass of the all-reduce has to "
+                "give the other ranks zeros"
             )
     line, *readers = next((t.wrong_gradient for t in e.watched if t.wrong_gradient), ("",))
     line = line or "the model"
