@@ -231,7 +231,6 @@ MISTAKES = {
         {"batches": [{"tokens": torch.zeros(3, 7, dtype=torch.int64)}], "loss": tokens_loss},
         r"split: a tensor of shape \[3, 7\] has no 2 equal parts along dimension 0",
     ),
-    "step": (lambda: (code.Model(), "more"), {}, "step: is needed, since `parallel` returned a tu"),
 }
 
 

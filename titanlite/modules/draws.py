@@ -114,10 +114,9 @@ def inside_modules(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
 
     hooks: list[Any] = []
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(lambda _, inputs, name=name: enter(name)))
-        hooks.append(
-            module.register_forward_hook(lambda _, inputs, output: (inside.pop(), None)[1])
-        )
+        if not isinstance(module, torch.jit.RecursiveScriptModule):  # It takes no hooks.
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))
+            hooks.append(module.register_forward_hook(lambda *_: (inside.pop(), None)[1]))
     try:
         yield inside
     finally:

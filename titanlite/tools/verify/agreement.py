@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titanlite.job import Job
 from titanlite.mesh.parallel_dims import AXES, axes_where
-from titanlite.modules.shards import is_sharded
+from titanlite.modules.shards import is_sharded, local_part
 from titanlite.tools.verify.record import Agreement
 from titanlite.tools.verify.wording import listed
 
@@ -100,6 +100,14 @@ def scales_along(own: Tensor, part: Tensor) -> str:
 def dense(tensor: Tensor) -> Tensor:
     """The tensor with all its zeros; a sparse layout has neither bytes nor views."""
     return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """The elements that this rank has of a tensor, in one that has no gradient: the local part of a
+    DTensor, the values of a jagged tensor.
+    """
+    own = local_part(tensor.detach()).detach()
+    return own.values() if own.is_nested else own
 
 
 def digest_of(tensor: Tensor) -> str:

@@ -34,8 +34,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import agreement, is_pending
+from titanlite.tools.verify.agreement import agreement, is_pending, values_of
 from titanlite.tools.verify.caller_lines import FOREIGN, PACKAGE, is_running, line_of_caller
 from titanlite.tools.verify.program.received import Received
 from titanlite.tools.verify.program.values import COMMUNICATION, Values
@@ -133,7 +132,7 @@ class Events:
                     with self.own_code():
                         self.start, self.at_start = self.at_start(), None
                 self.values.num_passes += not self._is_left_out
-            if self._is_left_out:
+            if self._is_left_out or in_transform():
                 return None
             if not module.training:
                 self.evaluating.add(module_of(call))
@@ -153,7 +152,7 @@ class Events:
                     self.values.follow(value, read)
                 if is_again:
                     name = name_input(module_of(call), argument)
-                    self.again[name].append(local_part(value.detach()).detach().cpu().clone())
+                    self.again[name].append(values_of(value).cpu().clone())
                 elif not is_pending(value):
                     event = name_input(call, argument)
                     if not value.requires_grad:
@@ -172,7 +171,7 @@ class Events:
         is_again = torch._C._current_graph_task_id() != -1
         if not is_again:
             self._calls.pop()
-            if self._is_left_out:
+            if self._is_left_out or in_transform():
                 return
         elif _infers_shapes():
             return
@@ -183,7 +182,7 @@ class Events:
             return
         with self.own_code():
             if is_again:
-                self.again[name].append(local_part(value.detach()).detach().cpu().clone())
+                self.again[name].append(values_of(value).cpu().clone())
                 return
             call = self.name(name, num_calls)
             num_calls[name] += 1
@@ -237,7 +236,7 @@ class Events:
 
     def _note(self, event: str, value: Tensor, read: Tensor) -> None:
         place = len(self.first[event])
-        self.first[event].append(local_part(value.detach()).detach().cpu().clone())
+        self.first[event].append(values_of(value).cpu().clone())
         self.requires_grad[event] = value.requires_grad
         if not torch.is_grad_enabled() and is_running(checkpoint.__file__, "forward"):
             self.checkpointed.add(event)
@@ -259,7 +258,7 @@ class Events:
             self.arrived[event].add(place)
             return
 
-        now = local_part(value.detach())
+        now = values_of(value)
 
         def keep_gradient(gradient: Tensor) -> None:
             with self.own_code():
@@ -276,7 +275,7 @@ class Events:
                     self.lines_backward.setdefault(event, self._last[1])
                 self._last = weakref.ref(gradient), self.lines_backward.get(event, ())
                 if not is_pending(gradient):
-                    own = local_part(gradient.detach()).detach().cpu().clone()
+                    own = values_of(gradient).cpu().clone()
                     self.gradients[event][place] = own
 
         read.register_hook(keep_gradient)
@@ -472,14 +471,17 @@ def recorded(
 
 
 def _hookable(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that can have hooks; those inside a compiled module are part of its graph.
+    """The modules that can have hooks; those inside a compiled module are part of its graph. Those
+    of TorchScript have none.
 
     An Identity is none: it gives what it receives, and may stand for a module of another stage.
     """
     compiled: list[str] = []
     for name, module in part.named_modules():
         is_inside = any(name.startswith(prefix) for prefix in compiled)
-        if not is_inside and not (name and isinstance(module, nn.Identity)):
+        is_other = isinstance(module, torch.jit.RecursiveScriptModule)
+        is_other |= bool(name) and isinstance(module, nn.Identity)
+        if not is_inside and not is_other:
             yield name, module
             if isinstance(module, OptimizedModule):
                 compiled.append(f"{name}." if name else "")
@@ -523,6 +525,13 @@ def _can_be_aliased(value: Tensor) -> bool:
     if not value.requires_grad or not torch.is_grad_enabled():
         return False
     return type(value) is DTensor or (type(value) is Tensor and not value.__dict__)
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func is running: tensors are then those of one sample, or stand
+    for others, and have no memory.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _infers_shapes() -> bool:

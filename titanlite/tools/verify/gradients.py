@@ -259,12 +259,22 @@ def _factor_of(e: Evidence, name: str) -> float | None:
 def explain_factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
     """Gradients that differ from the reference's by a factor, grouped by that factor."""
     groups: dict[float, list[str]] = defaultdict(list)
+    zeros = []
     for name in wrong:
         factor = _factor_of(e, name)
         if factor is None or is_near(factor, 1.0):
             continue
+        if abs(factor) > 1 / EXPLAINED:
+            zeros.append(name)
+            continue
         known = next((value for value in groups if is_near(factor, value)), factor)
         groups[known].append(name)
+    if zeros:
+        yield e.explained(
+            zeros,
+            "zero on one process, but for rounding, and not here: look for what else uses these "
+            "parameters, or adds to their gradients",
+        )
     for factor, names in sorted(groups.items(), key=lambda item: -len(item[1])):
         same = e.factor(factor, names)
         if factor == 0 or abs(factor) < EXPLAINED:

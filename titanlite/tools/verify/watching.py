@@ -375,10 +375,9 @@ class StepWatch:
         if torch._C._current_graph_task_id() < 0 and self._passes:
             if sum(tensor.numel() for tensor in inputs) == self._num_elements:
                 return "all parameters"
-            places = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+            places = set(map(_address, inputs)) - {0}
             for name, parameter in self._parameters.items():
-                own = parameter.grad
-                if own is not None and local_part(own).untyped_storage().data_ptr() in places:
+                if (own := parameter.grad) is not None and _address(local_part(own)) in places:
                     return name
         return _unit_of_fsdp()
 
@@ -545,6 +544,11 @@ def _read_by(name: str, args: Any) -> str:
 def _again(function: Any, args: Any, kwargs: Any, tensor: Tensor) -> list[Tensor]:
     """The results of an operator if it is given another tensor first."""
     return _tensors([function(tensor, *args[1:], **kwargs)])
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; 0 if it has none of its own, as a sparse one."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _is_worth_it(tensors: Sequence[Tensor]) -> bool:

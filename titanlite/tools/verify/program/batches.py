@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -15,6 +16,24 @@ from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import digest_of
 from titanlite.tools.verify.program.request import Split
+
+
+def check_batches(batches: Sequence[Any], split: Split | None) -> None:
+    """Raises ConfigError for a batch with tensors that are not seen, and so would not be split."""
+    if callable(split):
+        return
+    for leaf in tree_leaves(list(batches)):
+        own = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
+        if hasattr(leaf, "__array__") and not isinstance(leaf, Tensor) and np.ndim(leaf):
+            how = "torch.from_numpy makes one"
+        elif not isinstance(leaf, Tensor) and any(isinstance(v, Tensor) for v in own.values()):
+            how = "dict(...) or vars(...) may make one"
+        else:
+            continue
+        raise ConfigError(
+            f"batches: tensors are not seen in a {type(leaf).__name__}; give tensors, in dicts, "
+            f"tuples or lists ({how}), or a function split(batch, mesh)"
+        )
 
 
 def part_of_batch(batch: Any, split: Split | None, mesh: Any, grid: Grid, rank: int) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import LBFGS, AdamW, Optimizer
 from torch.utils._pytree import tree_map
 
 from titanlite.errors import ConfigError
@@ -30,7 +31,7 @@ class Built:
 
     value: Any
     modules: list[nn.Module]
-    optimizer: Optimizer
+    optimizer: Any
     request: Request
     is_reference: bool
 
@@ -51,6 +52,11 @@ class Built:
             if len(names) == number and names <= {*known}:
                 return module
         return root
+
+    @property
+    def model(self) -> nn.Module:
+        """The only module that was returned."""
+        return self.value if isinstance(self.value, nn.Module) else self.roots[0]
 
     @property
     def rate(self) -> float:
@@ -109,9 +115,12 @@ class Built:
         request = self.request
         step = request.reference_step if self.is_reference else request.step
         if step is not None:
-            return number_of(step(self.value, batch), "step")
+            with self._seeing_steps() as stepped:
+                loss = step(self.value, batch)
+            self._leave_out(stepped)
+            return number_of(loss, "step")
         own = None if self.is_reference else request.parallel_loss
-        loss = (own or request.loss)(self.value, batch)
+        loss = (own or request.loss)(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise ConfigError(
@@ -119,6 +128,34 @@ class Built:
             )
         loss.backward()
         return number_of(loss, "loss")
+
+    @contextlib.contextmanager
+    def _seeing_steps(self) -> Iterator[list[Any]]:
+        """Inside, the optimizers that make a step are noted."""
+        stepped: list[Any] = []
+        hooks = [
+            one.register_step_pre_hook(lambda own, *_: stepped.append(own))
+            for one in _each(self.optimizer)
+            if isinstance(one, Optimizer)
+        ]
+        try:
+            yield stepped
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _leave_out(self, stepped: Collection[Any]) -> None:
+        """The caller's `step` steps these optimizers itself; raises ConfigError if no other is
+        left.
+        """
+        if stepped:
+            left = [one for one in _each(self.optimizer) if one not in stepped]
+            if not left:
+                raise ConfigError(
+                    "step: calls the optimizer's step(), which compare calls after it; leave that "
+                    "out, with what follows it (zero_grad), and give clipping as clip="
+                )
+            self.optimizer = _as_one(left)
 
     def forget_gradients(self) -> None:
         """Of all parameters, those that the optimizer does not have too."""
@@ -162,7 +199,13 @@ def build(request: Request, mesh: Any, *, is_reference: bool) -> Built:
     if request.seed is not None:
         torch.manual_seed(request.seed)
     arguments = [mesh] if not is_reference and _takes_mesh(function) else []
-    value = function(*arguments)
+    try:
+        value = function(*arguments)
+    except ValueError as error:
+        if "default process group twice" in str(error):
+            why = "calls init_process_group, but the ranks have a group already; leave it out"
+            raise ConfigError(f"{name}: {why}") from None
+        raise
     if is_reference and request.reference_step is None and not isinstance(value, nn.Module):
         raise ConfigError(f"reference: returned a {type(value).__name__}; return an nn.Module")
     modules, optimizers = _find(value)
@@ -171,25 +214,69 @@ def build(request: Request, mesh: Any, *, is_reference: bool) -> Built:
             f"parallel: returned a {type(value).__name__} without an nn.Module; return the "
             "module, or a tuple of it and what `step` needs"
         )
-    if not is_reference and request.step is None and not isinstance(value, nn.Module):
+    if not is_reference and request.step is None and len(modules) > 1:
         raise ConfigError(
-            f"step: is needed, since `parallel` returned a {type(value).__name__}, not a module; "
+            f"step: is needed, since `parallel` returned {len(modules)} modules; "
             "give a function (returned value, batch) -> loss that runs forward and backward"
         )
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError(f"{name}: has no parameter that requires a gradient")
     _check_dtype(name, modules, request.dtype)
-    optimizer = optimizers[0] if optimizers else make_optimizer(request, parameters)
+    optimizer = _as_one(optimizers) if optimizers else make_optimizer(request, parameters)
     return Built(value, modules, optimizer, request, is_reference)
 
 
 def make_optimizer(request: Request, parameters: list[nn.Parameter]) -> Any:
     """The optimizer of either side, if `parallel` returns none."""
     if request.optimizer is not None:
-        return request.optimizer(parameters)
+        made = request.optimizer(parameters)
+        several = [*made] if isinstance(made, list | tuple) else [made]
+        for one in several:
+            if not callable(getattr(one, "step", None)):
+                kind = type(one).__name__
+                raise ConfigError(f"optimizer: returned a {kind}; return an optimizer, or several")
+        return _as_one(several)
     # Parameters may be a mixture of DTensors and plain tensors, which foreach does not take.
     return AdamW(parameters, lr=DEFAULT_LR, foreach=False)
+
+
+class Optimizers:
+    """Several optimizers, as one."""
+
+    def __init__(self, several: Sequence[Any]) -> None:
+        self.several = several
+
+    def step(self) -> None:
+        """Make a step of each."""
+        for one in self.several:
+            one.step()
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Clear the gradients of each."""
+        for one in self.several:
+            one.zero_grad(set_to_none=set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all."""
+        return [group for one in self.several for group in getattr(one, "param_groups", ())]
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """The state of all."""
+        return ChainMap(*(one.state for one in self.several if hasattr(one, "state")))
+
+
+def _as_one(several: Sequence[Any]) -> Any:
+    for one in several:
+        if isinstance(one, LBFGS):
+            raise ConfigError("optimizer: LBFGS needs a closure for its step; take another")
+    return several[0] if len(several) == 1 else Optimizers(several)
+
+
+def _each(optimizer: Any) -> Sequence[Any]:
+    return optimizer.several if isinstance(optimizer, Optimizers) else [optimizer]
 
 
 @contextlib.contextmanager
@@ -230,7 +317,10 @@ def _takes_mesh(function: Any) -> bool:
 
 
 def _find(value: Any) -> tuple[list[nn.Module], list[Optimizer]]:
-    """The modules and optimizers in a returned value, without modules inside others."""
+    """The modules and optimizers in a returned value, without those inside others.
+
+    Into dicts and other objects it looks only if there is no module elsewhere.
+    """
     items: list[Any] = []
 
     def unfold(item: Any) -> None:
@@ -241,10 +331,17 @@ def _find(value: Any) -> tuple[list[nn.Module], list[Optimizer]]:
             items.append(item)
 
     unfold(value)
+    if not any(isinstance(item, nn.Module) for item in items):
+        for item in [*items]:
+            unfold(
+                [*(item if isinstance(item, Mapping) else getattr(item, "__dict__", {})).values()]
+            )
     found = [item for item in items if isinstance(item, nn.Module)]
     inside = {id(inner) for module in found for inner in list(module.modules())[1:]}
     modules = {id(module): module for module in found if id(module) not in inside}
-    return list(modules.values()), [item for item in items if isinstance(item, Optimizer)]
+    optimizers = {id(item): item for item in items if isinstance(item, Optimizer)}
+    inner = {id(part) for one in optimizers.values() for part in vars(one).values()}
+    return list(modules.values()), [one for key, one in optimizers.items() if key not in inner]
 
 
 def _check_dtype(name: str, modules: Sequence[nn.Module], dtype: str) -> None:

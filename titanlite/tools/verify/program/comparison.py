@@ -56,10 +56,10 @@ def compare(
     """Train parallel code on local ranks and its plain model on one process, and compare each step.
 
     `reference()` returns the plain model. `parallel()` or `parallel(mesh)` runs on every rank, in
-    an initialized process group (gloo on CPU), and returns that rank's model, or a tuple of modules
-    (such as pipeline stages), an optimizer, and anything else that `step` needs. `ranks` is their
-    number, or a dict from axis to degree, in row-major order. `mesh` is a DeviceMesh with these
-    axes, or only "world".
+    an initialized process group (gloo on CPU), and returns that rank's model, or a tuple, dict or
+    object with modules (such as pipeline stages), optimizers, and anything else that `step` needs.
+    `ranks` is their number, or a dict from axis to degree, in row-major order. `mesh` is a
+    DeviceMesh with these axes, or only "world".
 
     batches: the global batch of each step: tensors in dicts, tuples or lists.
     loss: (model, batch) -> a scalar tensor; for the reference and, without `step` and
@@ -72,13 +72,15 @@ def compare(
         rank's forward and backward passes.
     microbatches: how many forward passes with gradients `step` makes, each with an equal part of
         the rank's rows; by default, as many as are seen.
-    optimizer: (parameters) -> the optimizer of either side; by default AdamW with lr 1e-3.
+    optimizer: (parameters) -> the optimizer, or several, of a side that returns none; by default
+        AdamW with lr 1e-3.
     clip: (model) -> the norm of the gradients, which it clips; called on both sides before each
         optimizer step.
     shard: (name) -> how a rank's tensor is cut from the reference's. None: it is not. (dim, axis):
-        into equal chunks over the mesh axis. (dim, index, count): chunk `index` of `count`. Or a
-        list of such tuples, or a function from the whole tensor to the part. Not needed for
-        DTensors, nor if one dimension is 1/n of the reference's and only one axis has degree n.
+        into chunks over the mesh axis, as by torch.chunk or torch.tensor_split. (dim, index,
+        count): chunk `index` of `count`. Or a list of such tuples, or a function from the whole
+        tensor to the part. Not needed for DTensors, nor if one dimension has the size of such a
+        chunk over one axis alone.
     rename: a function or dict from the parallel code's name of a parameter or module, without
         prefixes of DDP, FSDP1, torch.compile and checkpoint wrappers, to the reference's.
     copy_weights: start from the reference's weights instead of comparing the starting values.

@@ -108,15 +108,9 @@ class PartEvidence(Evidence):
         return found
 
     @functools.cached_property
-    def _axes_of_batch(self) -> set[str]:
-        """The axes along which ranks are given different rows."""
-        parts: dict[tuple[Any, ...], set[str]] = defaultdict(set)
-        for run in self.runs:
-            if isinstance(run, CodeRun):
-                for axis in self.dims.axes_in_use:
-                    rest = tuple(sorted({**run.coordinates, axis: 0}.items()))
-                    parts[axis, rest].add(run.parts[max(1, self.step) - 1])
-        return {key[0] for key, own in parts.items() if len(own) > 1}
+    def _axes_of_batch(self) -> list[str]:
+        runs = [run for run in self.runs if isinstance(run, CodeRun)]
+        return axes_of_batch(runs, self.dims, max(1, self.step))
 
     def _relevant(self, wrong: set[str]) -> Grid:
         placed = {name: axes for run in self.runs for name, axes in run.placements.items()}
@@ -302,6 +296,17 @@ class PartEvidence(Evidence):
         """The degree, or the square root of one, that a scale of updates equals."""
         square = self.factor(scale * scale)
         return self.factor(scale) or f"the square root of {square}" * bool(square)
+
+
+def axes_of_batch(runs: Iterable[CodeRun], grid: Grid, step: int) -> list[str]:
+    """The axes along which ranks are given different rows."""
+    parts: dict[tuple[Any, ...], set[str]] = defaultdict(set)
+    for run in runs:
+        for axis in grid.axes_in_use:
+            rest = tuple(sorted({**run.coordinates, axis: 0}.items()))
+            parts[axis, rest].add(run.parts[step - 1])
+    differ = {key[0] for key, own in parts.items() if len(own) > 1}
+    return [axis for axis in grid.axes_in_use if axis in differ]
 
 
 def conclude(e: PartEvidence) -> list[str]:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import digest_of
+from titanlite.tools.verify.agreement import digest_of, values_of
 from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
 from titanlite.tools.verify.events import Events
 
@@ -84,7 +83,7 @@ class Lines(TorchFunctionMode):
             if line and is_between:
                 self._note_arriving(key, (args, kwargs))
                 self.last.pop(key, None)
-                self.last[key], own = name, local_part(tensors[0].detach())
+                self.last[key], own = name, values_of(tensors[0])
                 self.digests[key] = digest_of(own)
         elif (key, name) == (self.blocked, self.name):
             for tensor in tensors:
@@ -98,4 +97,4 @@ class Lines(TorchFunctionMode):
             if kind is not None and leaf.numel() == self.size and key not in self.functions:
                 self.functions[key] = kind.__name__
                 arriving = self.arriving.setdefault(key, [])
-                leaf.register_hook(lambda one, to=arriving: to.append(local_part(one).clone()))
+                leaf.register_hook(lambda one, to=arriving: to.append(values_of(one).clone()))

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations
 from statistics import fmean
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
@@ -30,7 +31,7 @@ from titanlite.tools.verify.gradients import missing_sums
 from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.passes import explain_loss
 from titanlite.tools.verify.pool import RankPools
-from titanlite.tools.verify.program.findings import PartEvidence, are_local, conclude
+from titanlite.tools.verify.program.findings import PartEvidence, are_local, axes_of_batch, conclude
 from titanlite.tools.verify.program.passed_back import describe_lines, describe_through
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.result import Comparison
@@ -355,6 +356,9 @@ class Judging:
         is_split = any(len(set(of_step)) > 1 for of_step in self._parts_by_step())
         is_split = is_split and self.request.reference_step is None
         chosen = min(ways, key=lambda way: self._loss_error(ways[way])) if is_split else ""
+        if chosen and self._loss_error(ways[chosen]) > EXPLAINED and self._gradients_agree():
+            ways |= self._mixed_ways(ways["sum"])
+            chosen = min(ways, key=lambda way: self._loss_error(ways[way]))
         # What all ranks have alike has been reduced before.
         is_alike = all(len(set(of_step)) == 1 for of_step in ways[""])
         if is_alike and self._loss_error(ways[chosen]) > EXPLAINED:
@@ -363,6 +367,20 @@ class Judging:
             for run, value in zip(self.runs, values, strict=True):
                 run.steps[step].loss = value
         return chosen
+
+    def _gradients_agree(self) -> bool:
+        steps = (step for run in self.runs for step in run.steps)
+        return all(one.difference < EXPLAINED for s in steps for one in s.gradients.values())
+
+    def _mixed_ways(self, sums: list[list[float]]) -> dict[str, list[list[float]]]:
+        """The losses added over some axes and averaged over others."""
+        grid = self.found.grid
+        axes = axes_of_batch(self.runs, grid, 1)
+        averaged = chain(*(combinations(axes, number) for number in range(1, len(axes))))
+        return {
+            f"sum, divided by {count},": [[value / count for value in of_step] for of_step in sums]
+            for count in map(grid.degree_of, averaged)
+        }
 
     def _parts_by_step(self) -> list[list[str]]:
         return [[run.parts[step] for run in self.runs] for step in range(self.found.num_steps)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,9 +70,12 @@ def find_parts(
                         f"reference's {list(shape)}, and {why}; give shard=, a function from a "
                         "name to (dim, axis)"
                     )
-                cut = _chunk(dim, grid.coordinates(rank)[found[0]], grid.degrees[found[0]])
+                cut = Chunk(dim, grid.coordinates(rank)[found[0]], grid.degrees[found[0]])
             local[name] = LocalPart(shape, parameter, cut)
             got = local[name].part_of(torch.empty(shape, device="meta")).shape
+            if isinstance(cut, Chunk) and got != local_part(parameter).shape:
+                local[name] = LocalPart(shape, parameter, replace(cut, is_balanced=True))
+                got = local[name].part_of(torch.empty(shape, device="meta")).shape
             if got != local_part(parameter).shape:
                 raise ConfigError(
                     f"shard: on rank {rank} {name} has shape {list(local_part(parameter).shape)}, "
@@ -122,12 +125,18 @@ def _chunks(
         if len(differing) != 1:
             continue
         dim, place = differing[0], grid.coordinates(rank)
-        axes = [a for a in grid.axes_in_use if own[dim] * grid.degrees[a] == whole[dim]]
+        sizes = {a: sizes_of_chunks(whole[dim], place[a], grid.degrees[a]) for a in place}
+        axes = [a for a in grid.axes_in_use if own[dim] in sizes[a]]
         found[name] = dim, axes
         if len(axes) > 1 and not parameter.is_meta:
             values = parameter.detach().to(start[name])
-            chunks = {a: start[name].chunk(grid.degrees[a], dim)[place[a]] for a in axes}
-            equal[name] = [axis for axis, chunk in chunks.items() if torch.equal(values, chunk)]
+            chunks = {
+                a: [
+                    Chunk(dim, place[a], grid.degrees[a], way)(start[name]) for way in (False, True)
+                ]
+                for a in axes
+            }
+            equal[name] = [a for a in axes if any(torch.equal(values, one) for one in chunks[a])]
     everyone = gathered(equal)
     for name, (dim, axes) in found.items():
         same = [a for a in axes if all(a in of_rank.get(name, axes) for of_rank in everyone)]
@@ -167,7 +176,7 @@ def _fused(
             continue
         whole = start[name]
         own = parameter.detach().to(whole)
-        if any(torch.equal(own, whole.chunk(grid.degrees[a], dim)[places[a]]) for a in axes):
+        if any(torch.equal(own, Chunk(dim, places[a], grid.degrees[a])(whole)) for a in axes):
             continue
         weight = found.get(f"{name.rpartition('.')[0]}.weight")
         if weight is not None and whole.ndim == 1 and weight.dim == 0:
@@ -219,14 +228,14 @@ def _declared(name: str, given: Any, grid: Grid, rank: int) -> Cut:
         return all_of
     if isinstance(given, tuple) and len(given) == 2 and given[1] in grid.degrees:
         dim, axis = given
-        return _chunk(dim, grid.coordinates(rank)[axis], grid.degrees[axis])
+        return Chunk(dim, grid.coordinates(rank)[axis], grid.degrees[axis])
     if (
         isinstance(given, tuple)
         and len(given) == 3
         and all(isinstance(v, int) for v in given)
         and 0 <= given[1] < given[2]
     ):
-        return _chunk(*given)
+        return Chunk(*given)
     axes = ", ".join(grid.degrees)
     raise ConfigError(
         f"shard: returned {given!r} for {name}; return None, (dim, axis) with an axis of {axes}, "
@@ -234,13 +243,35 @@ def _declared(name: str, given: Any, grid: Grid, rank: int) -> Cut:
     )
 
 
-def _chunk(dim: int, index: int, count: int) -> Cut:
-    def cut(whole: Tensor) -> Tensor:
-        if dim >= whole.ndim or whole.size(dim) % count:
+@dataclass(frozen=True)
+class Chunk:
+    """A cut that takes the chunk `index` of `count` along a dimension.
+
+    If there are no equal ones, they are cut as by torch.chunk, which DTensor uses, or as by
+    torch.tensor_split if they are balanced.
+    """
+
+    dim: int
+    index: int
+    count: int
+    is_balanced: bool = False
+
+    def __call__(self, whole: Tensor) -> Tensor:
+        """This chunk of the reference's tensor, which may be empty."""
+        if self.dim >= whole.ndim:
             raise ConfigError(
-                f"shard: dimension {dim} of {list(whole.shape)} has no {count} equal parts; "
+                f"shard: a tensor of shape {list(whole.shape)} has no dimension {self.dim}; "
                 "correct shard(name)"
             )
-        return whole.chunk(count, dim)[index]
+        if self.is_balanced:
+            return whole.tensor_split(self.count, self.dim)[self.index]
+        chunks = whole.chunk(self.count, self.dim)
+        return chunks[self.index] if self.index < len(chunks) else whole.narrow(self.dim, 0, 0)
 
-    return cut
+
+def sizes_of_chunks(size: int, index: int, count: int) -> set[int]:
+    """The sizes that the chunk `index` of `count` of a dimension may have."""
+    return {
+        Chunk(0, index, count, way)(torch.empty(size, device="meta")).size(0)
+        for way in (False, True)
+    }

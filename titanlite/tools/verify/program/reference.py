@@ -20,6 +20,7 @@ from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import agreement, dense
 from titanlite.tools.verify.events import Events, OperatorWatch
 from titanlite.tools.verify.inspect_model import watched
+from titanlite.tools.verify.program.batches import check_batches
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.saved import watching_saved
@@ -53,6 +54,7 @@ def run_model(
     what modules return if the weights of this module, or all, are those of before the last update.
     """
     request: Request = pickles.loads(packed)
+    check_batches(request.batches, request.split)
     try:
         with in_dtype(request.dtype):
             return _run(build(request, None, is_reference=True), folder, watched, module)

@@ -64,10 +64,18 @@ class Request:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.leave_out)
 
 
-FUNCTIONS = (
-    *("reference", "parallel", "loss", "step", "reference_step", "optimizer", "clip", "shard"),
-    "parallel_loss",
-)
+FUNCTIONS = {
+    "reference": (),
+    "parallel": ("mesh",),
+    "loss": ("model", "batch"),
+    "step": ("built", "part"),
+    "reference_step": ("built", "batch"),
+    "optimizer": ("parameters",),
+    "clip": ("model",),
+    "shard": ("name",),
+    "parallel_loss": ("model", "batch"),
+}
+"""The functions, and with what they are called."""
 REQUIRED = ("reference", "parallel", "loss")
 
 
@@ -97,6 +105,8 @@ def check(request: Request) -> None:
         elif hasattr(value, "named_parameters") and not isinstance(value, type) and name in BUILD:
             kind = type(value).__name__
             problems.append(f"{name}: {kind} is a model; give a function that builds it")
+        else:
+            problems += _call_problems(name, value, FUNCTIONS[name])
     if not (request.rename is None or callable(request.rename)) and not isinstance(
         request.rename, Mapping
     ):
@@ -117,8 +127,26 @@ def check(request: Request) -> None:
     if not request.timeout_seconds > 0:
         problems.append(f"timeout_seconds: {request.timeout_seconds} is not positive")
     problems += _split_problems(request)
+    if callable(request.split):
+        problems += _call_problems("split", request.split, ("batch", "mesh"))
+    if callable(request.rename):
+        problems += _call_problems("rename", request.rename, ("name",))
     if problems:
         raise ConfigError(*problems)
+
+
+def _call_problems(name: str, function: Any, given: Sequence[str]) -> Iterator[str]:
+    """That a function does not take what it will be called with."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        # None, or a function that does not say what it takes.
+        return
+    for arguments in (given, ()) if name == "parallel" else (given,):
+        with contextlib.suppress(TypeError):
+            signature.bind(*arguments)
+            return
+    yield f"{name}: takes {signature}; give a function that takes ({', '.join(given)})"
 
 
 def _split_problems(request: Request) -> Iterator[str]:

@@ -19,8 +19,8 @@ class Comparison(Result):
     name: str = ""
     """The name of the function that builds the parallel model."""
     losses: str = ""
-    """How the ranks' losses were combined: "mean" or "sum" over the parts of the batch; "" if each
-    rank's loss was compared by itself."""
+    """How the ranks' losses were combined: "mean" or "sum" over the parts of the batch, or a sum
+    that was divided; "" if each rank's loss was compared by itself."""
 
     def __str__(self) -> str:
         """The verdict and the diagnosis, then what was compared, and the table of differences."""

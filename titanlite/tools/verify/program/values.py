@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from titanlite.modules.shards import local_part
 from titanlite.ranks.temporary import save_temporary
-from titanlite.tools.verify.agreement import agreement, is_pending
+from titanlite.tools.verify.agreement import agreement, is_pending, values_of
 from titanlite.tools.verify.caller_lines import FOREIGN, is_running, line_of_caller
 from titanlite.tools.verify.evidence import EXPLAINED
 from titanlite.tools.verify.record import OVER_PARTS, Key, operator_of
@@ -177,7 +176,7 @@ class Values:
         found = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), None)
         if found is None or line in self.apart or operator.namespace in COMMUNICATION:
             return
-        own = local_part(found.detach()).cpu()
+        own = values_of(found).cpu()
         forward = (self.tensors[number] for number in self._of_line[line, str(operator)][::-1])
         same = [one for one in forward if one is not None and one.shape == own.shape]
         # Memory that was never written, as where a pipeline learns shapes, may be NaN.
@@ -303,7 +302,7 @@ class Values:
         node.register_hook(keep)
 
     def _keep(self, kept: dict[Any, Tensor], key: Any, gradient: Tensor) -> None:
-        own = local_part(gradient.detach())
+        own = values_of(gradient)
         self.num_bytes += own.numel() * own.element_size()
         if not is_pending(gradient) and self.num_bytes <= MOST_BYTES:
             before = kept.get(key, torch.zeros(()))
@@ -315,7 +314,7 @@ class Values:
         is_open = is_open or "empty" in operator.name()
         if is_open or is_pending(value):
             return None
-        local = local_part(value.detach())
+        local = values_of(value)
         if local.numel() > MOST_ELEMENTS or self.num_bytes > MOST_BYTES:
             return None
         self.num_bytes += local.numel() * local.element_size()
