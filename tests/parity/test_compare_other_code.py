@@ -161,8 +161,9 @@ def step_that_steps(built, part):
         ({"parallel": lambda mesh, more: Net()}, r"parallel: takes \(mesh, more\); give"),
         ({"optimizer": lambda parameters: None}, "optimizer: returned a NoneType; return an op"),
         ({"optimizer": LBFGS}, "optimizer: LBFGS needs a closure for its step; take another"),
-        ({"batches": [UserDict(x=BATCHES[0])]}, "batches: tensors are not seen in a UserDict"),
-        ({"batches": [BATCHES[0].numpy()]}, "batches: tensors are not seen in a ndarray"),
+        ({"batches": [UserDict(x=BATCHES[0])]}, "batches: no tensors are seen in a UserDict; give"),
+        ({"batches": [BATCHES[0].numpy()]}, "batches: no tensors are seen in a ndarray; give"),
+        ({"batches": [{"graph": iter(BATCHES)}]}, "batches: no tensors are seen in a list_iterat"),
         (
             {"parallel": lambda: (dist.init_process_group("gloo"), Net())[1]},
             "parallel: calls init_process_group, but the ranks have a group already; leave it out",

@@ -20,20 +20,25 @@ from titanlite.tools.verify.program.request import Split
 
 def check_batches(batches: Sequence[Any], split: Split | None) -> None:
     """Raises ConfigError for a batch with tensors that are not seen, and so would not be split."""
-    if callable(split):
-        return
-    for leaf in tree_leaves(list(batches)):
-        own = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
-        if hasattr(leaf, "__array__") and not isinstance(leaf, Tensor) and np.ndim(leaf):
-            how = "torch.from_numpy makes one"
-        elif not isinstance(leaf, Tensor) and any(isinstance(v, Tensor) for v in own.values()):
-            how = "dict(...) or vars(...) may make one"
-        else:
-            continue
-        raise ConfigError(
-            f"batches: tensors are not seen in a {type(leaf).__name__}; give tensors, in dicts, "
-            f"tuples or lists ({how}), or a function split(batch, mesh)"
-        )
+    for batch in () if callable(split) else batches:
+        leaves = tree_leaves(batch)
+        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        unseen = [leaf for leaf in others if _has_values(leaf)]
+        if split is not None and len(others) == len(leaves):
+            unseen = unseen or others or [batch]
+        if unseen:
+            raise ConfigError(
+                f"batches: no tensors are seen in a {type(unseen[0]).__name__}; give tensors, in "
+                "dicts, tuples or lists (torch.from_numpy, dict or vars may make them), or a "
+                "function split(batch, mesh)"
+            )
+
+
+def _has_values(leaf: Any) -> bool:
+    """Whether there are numbers in what is no tensor, and no dict, tuple or list."""
+    own = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
+    is_array = hasattr(leaf, "__array__") and np.ndim(leaf) > 0
+    return is_array or any(isinstance(value, Tensor) for value in own.values())
 
 
 def part_of_batch(batch: Any, split: Split | None, mesh: Any, grid: Grid, rank: int) -> Any:
