@@ -61,7 +61,7 @@ def of_script(net, x):
 
 
 WAYS = {
-    "vmap": lambda net, x: vmap(net.layers)(x),
+    "vmap": lambda net, x: vmap(lambda row: net.layers(row.cpu()))(x),
     "hessian": lambda net, x: vmap(hessian(net.layers))(x).sum((-1, -2)) + net.layers(x),
     "jacrev": lambda net, x: jacrev(net.layers)(x).sum((1, 2)) + net.layers(x),
     "jvp": lambda net, x: jvp(net.layers, (x,), (torch.ones_like(x),))[1] + net.layers(x),

@@ -110,6 +110,13 @@ def values_of(tensor: Tensor) -> Tensor:
     return own.values() if own.is_nested else own
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func is running: tensors are then those of one sample, or stand
+    for others, and have no memory.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def digest_of(tensor: Tensor) -> str:
     flat = dense(tensor.detach()).cpu().contiguous().reshape(-1)
     if flat.stride(0) != 1:

@@ -34,7 +34,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from titanlite.tools.verify.agreement import agreement, is_pending, values_of
+from titanlite.tools.verify.agreement import agreement, in_transform, is_pending, values_of
 from titanlite.tools.verify.caller_lines import FOREIGN, PACKAGE, is_running, line_of_caller
 from titanlite.tools.verify.program.received import Received
 from titanlite.tools.verify.program.values import COMMUNICATION, Values
@@ -525,13 +525,6 @@ def _can_be_aliased(value: Tensor) -> bool:
     if not value.requires_grad or not torch.is_grad_enabled():
         return False
     return type(value) is DTensor or (type(value) is Tensor and not value.__dict__)
-
-
-def in_transform() -> bool:
-    """Whether a transform of torch.func is running: tensors are then those of one sample, or stand
-    for others, and have no memory.
-    """
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _infers_shapes() -> bool:

@@ -36,7 +36,7 @@ from titanlite.ranks.hang_state import call_site
 from titanlite.ranks.report import Call
 from titanlite.ranks.threads import thread_world
 from titanlite.ranks.turns import current_rank, is_rank
-from titanlite.tools.verify.agreement import dense, digest_of
+from titanlite.tools.verify.agreement import dense, digest_of, in_transform
 from titanlite.tools.verify.caller_lines import FOREIGN, line_of_caller
 from titanlite.tools.verify.contents import Contents, Write, overlap, region
 from titanlite.tools.verify.economy import Read, Sent, Traffic
@@ -221,7 +221,7 @@ class StepWatch:
 
     def method(self, operation: str, tensor: Any) -> None:
         """Note a method that reads a tensor without an operator."""
-        if not self._is_paused and isinstance(tensor, Tensor):
+        if not self._is_paused and isinstance(tensor, Tensor) and not in_transform():
             tensor = local_part(tensor)
             self._read(operation, [tensor])
             self._use(operation, [tensor])
