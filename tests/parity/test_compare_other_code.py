@@ -29,8 +29,6 @@ def comparer() -> Iterator[Comparer]:
 
 
 class Net(nn.Module):
-    """How its layers are called is `way`."""
-
     def __init__(self, way: Any = None, wrong: float = 1.0) -> None:
         super().__init__()
         self.way, self.wrong = way, wrong

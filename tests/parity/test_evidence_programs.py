@@ -49,14 +49,9 @@ def test_the_cause_is_named(program, cause, comparer, monkeypatch, capsys):
     assert re.search(f"likely cause: .*{cause}", said), said
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "program",
-    [
-        pytest.param(program, marks=marks)
-        for speed, marks in SPEEDS.items()
-        for program in TODAY["agree"][speed]
-    ],
+    [pytest.param(p, marks=marks) for s, marks in SPEEDS.items() for p in TODAY["agree"][s]],
 )
 def test_a_correct_program_agrees(program, comparer, monkeypatch, capsys):
     assert "AGREES" in said_of(program, comparer, monkeypatch, capsys)

@@ -12,7 +12,9 @@ it needs at the first use of a fixture.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
 R = TypeVar("R", "Comparison", "VerifyResult")
 
 WORLDS = ("threads", "processes")
+OF_THREADS = (
+    "the ranks differ as threads, but agree as processes: they share what a process has once, such "
+    "as a global variable or an attribute of a class. Keep it in an object of the rank, or run "
+    "pytest with --titanlite-ranks=processes"
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,9 +59,11 @@ def assert_equivalent(request: pytest.FixtureRequest) -> Iterator[Callable[..., 
             reference: Callable[[], Any], parallel: Callable[..., Any], **options: Any
         ) -> Comparison:
             __tracebackhide__ = True
-            if options.keys() & OF_THE_RANKS:
-                return _agreeing(lambda: compare(reference, parallel, **{**world, **options}))
-            return _agreeing(lambda: comparer.compare(reference, parallel, **options))
+            given = {**world, **options}
+            one = compare if options.keys() & OF_THE_RANKS else comparer.compare
+            run = partial(one, reference, parallel, **(given if one is compare else options))
+            as_processes = partial(compare, reference, parallel, **given | {"threads": False})
+            return _agreeing(run, as_processes if given["threads"] else None)
 
         yield check
 
@@ -82,8 +91,10 @@ def _are_threads(config: pytest.Config) -> bool:
     return bool(chosen == "threads")
 
 
-def _agreeing(run: Callable[[], R]) -> R:
+def _agreeing(run: Callable[[], R], as_processes: Callable[[], R] | None = None) -> R:
     """What `run` returns; raises AssertionError with its cause and its text unless it agrees.
+
+    What differs as threads runs again as processes: that may be the cause.
 
     The traceback of an error has no frames of titanlite: a test's author looks for the test's.
     """
@@ -95,5 +106,15 @@ def _agreeing(run: Callable[[], R]) -> R:
     except TitanliteError as error:
         raise error.with_traceback(None) from None
     if not found.agrees:
-        raise AssertionError(f"{found.cause}\n\n{found}")
+        is_of_threads = as_processes is not None and _agrees(as_processes)
+        cause = OF_THREADS if is_of_threads else found.cause
+        raise AssertionError(f"{cause}\n\n{found}")
     return found
+
+
+def _agrees(run: Callable[[], R]) -> bool:
+    from titanlite.errors import TitanliteError
+
+    with contextlib.suppress(TitanliteError):
+        return run().agrees
+    return False

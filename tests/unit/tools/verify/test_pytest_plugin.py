@@ -45,6 +45,18 @@ def test_agrees(assert_equivalent):
 def test_differs(assert_equivalent):
     assert_equivalent(build, with_ddp, batches=MASKED, **DP)
 
+class Ranked(nn.Linear):
+    rank = 0
+    def forward(self, x):
+        return super().forward(x) * (1 + (Ranked.rank != torch.distributed.get_rank()))
+
+def ranked(mesh):
+    Ranked.rank = mesh.get_rank()
+    return nn.parallel.DistributedDataParallel(Ranked(8, 4))
+
+def test_shares_a_class(assert_equivalent):
+    assert_equivalent(build, ranked, batches=WHOLE, **DP)
+
 def test_mistake(assert_equivalent):
     assert_equivalent(build, with_ddp, batches=WHOLE, **{**DP, "split": "tp"})
 
@@ -62,7 +74,7 @@ def test_job_fails(verify_job):
 def test_a_failure_says_what_is_wrong_at_the_line_of_the_test(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_subprocess(*OPTIONS, "-n1")
-    result.assert_outcomes(passed=1, failed=3)
+    result.assert_outcomes(passed=1, failed=4)
     result.stdout.fnmatch_lines(
         [
             ">       assert_equivalent(build, with_ddp, batches=MASKED, **DP)",
@@ -70,6 +82,7 @@ def test_a_failure_says_what_is_wrong_at_the_line_of_the_test(pytester: pytest.P
             "E       likely cause: all 2 gradients *",
             "E       parallel   with_ddp: dp 2, 2 ranks as threads",
             "*.py:*: AssertionError",
+            "E       AssertionError: the ranks differ as threads, but agree as processes: *",
             '>       assert_equivalent(build, with_ddp, batches=WHOLE, *"split": "tp"})',
             "E       titanlite.errors.ConfigError: split: there is no axis 'tp'*",
             "*.py:*: ConfigError",

@@ -145,9 +145,7 @@ class Built:
                 hook.remove()
 
     def _leave_out(self, stepped: Collection[Any]) -> None:
-        """The caller's `step` steps these optimizers itself; raises ConfigError if no other is
-        left.
-        """
+        """Leave these to the caller's `step`; raises ConfigError if no optimizer is left."""
         if stepped:
             left = [one for one in _each(self.optimizer) if one not in stepped]
             if not left:

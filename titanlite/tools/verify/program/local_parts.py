@@ -125,18 +125,16 @@ def _chunks(
         if len(differing) != 1:
             continue
         dim, place = differing[0], grid.coordinates(rank)
-        sizes = {a: sizes_of_chunks(whole[dim], place[a], grid.degrees[a]) for a in place}
-        axes = [a for a in grid.axes_in_use if own[dim] in sizes[a]]
+        chunks = {
+            axis: [Chunk(dim, place[axis], grid.degrees[axis], way) for way in (False, True)]
+            for axis in grid.axes_in_use
+        }
+        empty = torch.empty(whole, device="meta")
+        axes = [a for a, either in chunks.items() if any(c(empty).shape == own for c in either)]
         found[name] = dim, axes
         if len(axes) > 1 and not parameter.is_meta:
-            values = parameter.detach().to(start[name])
-            chunks = {
-                a: [
-                    Chunk(dim, place[a], grid.degrees[a], way)(start[name]) for way in (False, True)
-                ]
-                for a in axes
-            }
-            equal[name] = [a for a in axes if any(torch.equal(values, one) for one in chunks[a])]
+            values, known = parameter.detach().to(start[name]), start[name]
+            equal[name] = [a for a in axes if any(torch.equal(values, c(known)) for c in chunks[a])]
     everyone = gathered(equal)
     for name, (dim, axes) in found.items():
         same = [a for a in axes if all(a in of_rank.get(name, axes) for of_rank in everyone)]
@@ -267,11 +265,3 @@ class Chunk:
             return whole.tensor_split(self.count, self.dim)[self.index]
         chunks = whole.chunk(self.count, self.dim)
         return chunks[self.index] if self.index < len(chunks) else whole.narrow(self.dim, 0, 0)
-
-
-def sizes_of_chunks(size: int, index: int, count: int) -> set[int]:
-    """The sizes that the chunk `index` of `count` of a dimension may have."""
-    return {
-        Chunk(0, index, count, way)(torch.empty(size, device="meta")).size(0)
-        for way in (False, True)
-    }
