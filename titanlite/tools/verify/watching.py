@@ -460,7 +460,7 @@ class _Ears:
         results: Sequence[Tensor],
     ) -> int:
         kind = call.operation.partition(" ")[0]
-        if rank in self.watches and kind != "barrier":
+        if rank in self.watches and kind != "barrier" and not in_transform():
             watch = self.watches[rank]
             group = group_of(call.group)
             whole = sum(map(_num_bytes, tensors))
@@ -469,7 +469,7 @@ class _Ears:
         return 0
 
     def message(self, rank: int, peer: int, tensor: Tensor, channel: str, *, is_send: bool) -> int:
-        if rank in self.watches:
+        if rank in self.watches and not in_transform():
             watch = self.watches[rank]
             group = group_of(channel.rpartition(" ")[0])
             kind = "send" if is_send else "receive"
