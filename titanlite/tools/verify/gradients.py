@@ -264,7 +264,7 @@ def explain_factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
         factor = _factor_of(e, name)
         if factor is None or is_near(factor, 1.0):
             continue
-        if abs(factor) > 1 / EXPLAINED:
+        if abs(factor) > 1 / EXPLAINED**2:
             zeros.append(name)
             continue
         known = next((value for value in groups if is_near(factor, value)), factor)

@@ -25,7 +25,7 @@ from titanlite.tools.verify.wording import listed
 # The lines about tokens that are routed elsewhere.
 MOST_MOVED = 6
 # A larger relative difference is one from a tensor that is zero but for rounding.
-MOST_FIGURE = 1e6
+MOST_FIGURE = 1e12
 KINDS = ("loss", "norm", "gradient", "weight", "state")
 
 

@@ -230,10 +230,10 @@ def make_optimizer(request: Request, parameters: list[nn.Parameter]) -> Any:
     if request.optimizer is not None:
         made = request.optimizer(parameters)
         several = [*made] if isinstance(made, list | tuple) else [made]
-        for one in several:
-            if not callable(getattr(one, "step", None)):
-                kind = type(one).__name__
-                raise ConfigError(f"optimizer: returned a {kind}; return an optimizer, or several")
+        others = [one for one in several if not callable(getattr(one, "step", None))]
+        if others or not several:
+            kind = type([*others, made][0]).__name__
+            raise ConfigError(f"optimizer: returned a {kind}; return an optimizer, or several")
         return _as_one(several)
     # Parameters may be a mixture of DTensors and plain tensors, which foreach does not take.
     return AdamW(parameters, lr=DEFAULT_LR, foreach=False)
