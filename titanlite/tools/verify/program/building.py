@@ -133,11 +133,11 @@ class Built:
     def _seeing_steps(self) -> Iterator[list[Any]]:
         """Inside, the optimizers that make a step are noted."""
         stepped: list[Any] = []
-        hooks = [
-            one.register_step_pre_hook(lambda own, *_: stepped.append(own))
-            for one in _each(self.optimizer)
-            if isinstance(one, Optimizer)
-        ]
+        hooks = []
+        for one in _each(self.optimizer):
+            # Not all that are optimizers take hooks.
+            with contextlib.suppress(AttributeError):
+                hooks.append(one.register_step_pre_hook(lambda own, *_: stepped.append(own)))
         try:
             yield stepped
         finally:
