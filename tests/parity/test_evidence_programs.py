@@ -13,6 +13,7 @@ import pytest
 import titanlite
 from titanlite.tools.verify import Comparer
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 PROGRAMS = Path(__file__).parents[2] / "docs/evidence/programs"
 TODAY = json.loads((PROGRAMS.parent / "today.json").read_text())
 """Programs that agree, and of faulty ones, fast and slow, a pattern of what is said of them.
@@ -35,7 +36,6 @@ def comparer() -> Iterator[Comparer]:
         yield comparer
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("program", "cause"),
     [
