@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", "Comparison", "VerifyResult")
 
 WORLDS = ("threads", "processes")
+AS_PROCESSES = {"threads": False, "timeout_seconds": 60}  # Processes that hang tell nothing more.
 OF_THREADS = (
     "the ranks differ as threads, but agree as processes: they share what a process has once, such "
     "as a global variable or an attribute of a class. Keep it in an object of the rank, or run "
@@ -62,7 +63,7 @@ def assert_equivalent(request: pytest.FixtureRequest) -> Iterator[Callable[..., 
             given = {**world, **options}
             one = compare if options.keys() & OF_THE_RANKS else comparer.compare
             run = partial(one, reference, parallel, **(given if one is compare else options))
-            as_processes = partial(compare, reference, parallel, **given | {"threads": False})
+            as_processes = partial(compare, reference, parallel, **given | AS_PROCESSES)
             return _agreeing(run, as_processes if given["threads"] else None)
 
         yield check
@@ -106,8 +107,7 @@ def _agreeing(run: Callable[[], R], as_processes: Callable[[], R] | None = None)
     except TitanliteError as error:
         raise error.with_traceback(None) from None
     if not found.agrees:
-        is_of_threads = as_processes is not None and _agrees(as_processes)
-        cause = OF_THREADS if is_of_threads else found.cause
+        cause = OF_THREADS if as_processes and _agrees(as_processes) else found.cause
         raise AssertionError(f"{cause}\n\n{found}")
     return found
 
