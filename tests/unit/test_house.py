@@ -40,9 +40,9 @@ TOOLS = ROOT / "titanlite/tools"
 # of a planned GPU, and a search that tries what is near the fastest plans, not all (also with
 # larger microbatches; tested on drawn hardware). The core, which has the first three of these,
 # experts and rings, stays below 34,000. A disk that is full took 30 lines of each.
-CORE, LIBRARY, TESTS = 33_999, 85_950, 47_930
+CORE, LIBRARY, TESTS = 33_999, 86_160, 47_990
 # In words, as `wc -w` counts them: Start and Guide of the site, and all pages.
-GUIDES, PAGES = 25_720, 73_690
+GUIDES, PAGES = 25_720, 73_720
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.
 TOKENS_OF_A_LINE = 8.5
 
