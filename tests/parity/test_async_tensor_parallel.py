@@ -465,7 +465,7 @@ def fused_job(world: Any) -> list[Any]:
     # Without the kernels and without NCCL the pass leaves the graphs as they are.
     torch._dynamo.reset()
     torch.compiler.config.cache_key_tag += " nothing fused"
-    with patch("titanlite.job.keep_caches_apart"):
+    with patch("titanlite.job_parts.keep_caches_apart"):
         job = build_job(resolved, world)
     found.append((job.step().loss, job.fusions.require()))
     return found

@@ -6,6 +6,7 @@ put together: f"titanlite.{name}".
 
 import ast
 import fnmatch
+import pkgutil
 import re
 import subprocess
 import sys
@@ -468,6 +469,16 @@ def circle(imported: Mapping[str, set[str]]) -> list[str]:
 def test_no_modules_import_each_other_in_a_circle() -> None:
     found = circle(graph({name: path.read_text() for name, path in MODULES.items()}))
     assert not found, " -> ".join([*found, found[0]])
+
+
+def test_what_tests_replace_exists() -> None:
+    """Also in tests that run seldom: `patch` and `setattr` take a name in a string."""
+    texts = (path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    pattern = r"""\b(?:patch|setattr)\(\s*"(titanlite\.[\w.]+)""" + '"'
+    names = {name for text in texts for name in re.findall(pattern, text)}
+    assert len(names) > 15
+    for name in names:
+        pkgutil.resolve_name(name)
 
 
 def test_circles_are_found() -> None:
