@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 from collections import UserDict
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.func import functional_call, hessian, jacrev, jvp, vmap
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adam
 
 from titanlite.errors import ConfigError
+from titanlite.ranks.threads import ThreadWorld
 from titanlite.tools.verify import Comparer
 from titanlite.tools.verify.result import Result
 
@@ -95,6 +101,20 @@ class Trainer:
         self.optimizer = SGD(self.model.parameters(), lr=0.1)
 
 
+class Zero:
+    """An optimizer that is none of torch's, around one."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.inner = trainer.optimizer
+        self.zero_grad, self.param_groups = self.inner.zero_grad, self.inner.param_groups
+        self.state = self.inner.state
+
+    def step(self):
+        for group in self.param_groups:
+            group["lr"] = 0.2
+        self.inner.step()
+
+
 def sgd(parameters):
     return SGD(parameters, lr=0.1)
 
@@ -114,12 +134,30 @@ def with_two():
         (lambda: (t := Trainer()) and (t.model, t.optimizer), sgd),
         (lambda: vars(Trainer()), sgd),
         (Trainer, sgd),
+        (lambda: (t := Trainer()) and (t.model, {"optimizer": t.optimizer}), sgd),
+        (lambda: (t := Trainer()) and (t.model, SimpleNamespace(of=t.optimizer)), sgd),
+        (lambda: (t := Trainer()) and (t.model, Zero(t)), lambda own: SGD(own, lr=0.2)),
         (with_two, lambda parameters: of_two(parameters[:2], parameters[2:])),
     ],
-    ids=["a pair", "a dict", "an object", "two optimizers"],
+    ids=["pair", "dict", "object", "dict beside", "object beside", "wrapper", "two"],
 )
 def test_a_model_may_come_with_its_optimizers(comparer, parallel, optimizer):
     compare(comparer, parallel, optimizer=optimizer).check()
+
+
+def test_no_world_is_left_in_memory(comparer):
+    def sharded(mesh):
+        return fully_shard(Net(), mesh=mesh["dp"])
+
+    def left():
+        gc.collect()
+        kinds = (ThreadWorld, nn.Parameter, DeviceMesh, DTensorSpec)
+        return [sum(type(one) is kind for one in gc.get_objects()) for kind in kinds]
+
+    compare(comparer, sharded).check()
+    before = left()
+    compare(comparer, sharded).check()
+    assert left() == before
 
 
 @pytest.mark.parametrize("ways", [(5, 3, "chunk"), (5, 3, "tensor_split"), (6, 4, "chunk")])

@@ -200,6 +200,11 @@ class ParallelDims(Grid):
     tp: int = 1
     ep: int = 1
 
+    pp_enabled = property(lambda self: self.pp > 1)
+    cp_enabled = property(lambda self: self.cp > 1)
+    tp_enabled = property(lambda self: self.tp > 1)
+    ep_enabled = property(lambda self: self.ep > 1)
+
     def __post_init__(self) -> None:
         Grid(**self.degrees, ep=self.ep)  # checks them
 
@@ -214,25 +219,9 @@ class ParallelDims(Grid):
         return self.degree_of(axes_where(batch="samples"))
 
     @property
-    def pp_enabled(self) -> bool:
-        return self.pp > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        return self.cp > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        return self.tp > 1
-
-    @property
     def fsdp_enabled(self) -> bool:
         """Whether FSDP2 shards the weights, over any axis."""
         return self.num_weight_shards > 1
-
-    @property
-    def ep_enabled(self) -> bool:
-        return self.ep > 1
 
     @property
     def num_expert_ranks(self) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import pkgutil
 import random
 import sys
 import warnings
@@ -51,6 +52,15 @@ OF_MKL = (
     *(torch.exp, torch.expm1, torch.log, torch.log1p, torch.log2, torch.log10, torch.sqrt),
     *(torch.sin, torch.cos, torch.tan, torch.tanh, torch.sinh, torch.cosh),
     *(torch.asin, torch.acos, torch.atan, torch.erf, torch.erfc, torch.erfinv),
+)
+
+# What torch keeps for good: compiled code, and DTensor's plans for meshes, with their groups.
+KEPT = (
+    "torch._dynamo:reset",
+    "torch.distributed.tensor._redistribute:clear_redistribute_planner_cache",
+    "torch.distributed.tensor._redistribute:_gen_transform_infos.cache_clear",
+    "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
+    "torch.distributed.tensor._collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
 )
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -99,7 +109,7 @@ def own_settings() -> Iterator[None]:
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         undo.callback(set_deterministic, deterministic())
         undo.enter_context(generators_restored())
-        undo.callback(_drop_compiled_code)
+        undo.callback(_drop_kept)
         undo.callback(_undo.remove, undo)
         _undo.append(undo)
         yield
@@ -235,6 +245,8 @@ def _set_ignored(operators: set[Any]) -> None:
     SAC_IGNORED_OPS.update(operators)
 
 
-def _drop_compiled_code() -> None:
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+def _drop_kept() -> None:
+    for place in KEPT:
+        if place.partition(":")[0] in sys.modules:
+            with contextlib.suppress(AttributeError):  # another version of torch
+                pkgutil.resolve_name(place)()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ BACKEND = "threaded"
 # Their stubs name arguments in other ways than those of torch that call them.
 _Work: Any = dist.Work
 _ProcessGroup: Any = dist.ProcessGroup
+Ranks: TypeAlias = tuple[int, ...]
+Tensors: TypeAlias = Sequence[Tensor]
 Reduction: Any = dist.ReduceOp.RedOpType
 REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     Reduction.SUM: torch.Tensor.add_,
@@ -72,12 +74,7 @@ class Listener(Protocol):
     """Hears what the ranks of a world call and wait for; each call has a number, or 0 for none."""
 
     def collective(
-        self,
-        rank: int,
-        call: Call,
-        ranks: tuple[int, ...],
-        tensors: Sequence[Tensor],
-        results: Sequence[Tensor],
+        self, rank: int, call: Call, ranks: Ranks, tensors: Tensors, results: Tensors
     ) -> int: ...
 
     def message(

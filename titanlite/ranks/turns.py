@@ -93,7 +93,8 @@ class Turns:
             for rank in self._ranks:
                 assert rank.thread is not None
                 rank.thread.join()
-        return [rank.result for rank in self._ranks]
+        # Of worlds that have ended, torch keeps the groups.
+        return [vars(rank).pop("result") for rank in self._ranks]
 
     def wait_for(self, happening: Happening) -> None:
         """Let other ranks run until it has happened; called on a rank's thread."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from titanlite.modules.names import canonical_name
 from titanlite.ranks.launch import Place, spawn
 from titanlite.ranks.report import Call
 from titanlite.ranks.settings import ignore_warnings
+from titanlite.ranks.thread_group import Ranks, Tensors
 from titanlite.ranks.threads import thread_world
 from titanlite.ranks.turns import current_rank, is_rank
 from titanlite.ranks.world import open_world
@@ -81,12 +82,7 @@ class StepListener:
     # What the exchange calls.
 
     def collective(
-        self,
-        rank: int,
-        call: Call,
-        ranks: tuple[int, ...],
-        tensors: Sequence[Tensor],
-        results: Sequence[Tensor],
+        self, rank: int, call: Call, ranks: Ranks, tensors: Tensors, results: Tensors
     ) -> int:
         if rank not in self._names or len(ranks) == 1:
             return 0

@@ -302,6 +302,11 @@ class Events:
         finally:
             self._is_own = before
 
+    def let_go(self) -> None:
+        """Hold the graph of the step no longer: its hooks hold this, which no collector sees."""
+        self._nodes.clear()
+        self.values.let_go()
+
     def _keep_lines(
         self, lines: dict[str, tuple[str, ...]], event: str, behind: Container[str] = ()
     ) -> None:
@@ -468,6 +473,7 @@ def recorded(
     finally:
         for hook in hooks:
             hook.remove()
+        kept.let_go()
 
 
 def _hookable(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from titanlite.modules.shards import local_part
 from titanlite.ranks.hang_state import call_site
 from titanlite.ranks.report import Call
+from titanlite.ranks.thread_group import Ranks, Tensors
 from titanlite.ranks.threads import thread_world
 from titanlite.ranks.turns import current_rank, is_rank
 from titanlite.tools.verify.agreement import dense, digest_of, in_transform
@@ -452,12 +453,7 @@ class _Ears:
         self.watches: dict[int, Listening] = {}
 
     def collective(
-        self,
-        rank: int,
-        call: Call,
-        ranks: tuple[int, ...],
-        tensors: Sequence[Tensor],
-        results: Sequence[Tensor],
+        self, rank: int, call: Call, ranks: Ranks, tensors: Tensors, results: Tensors
     ) -> int:
         kind = call.operation.partition(" ")[0]
         if rank in self.watches and kind != "barrier" and not in_transform():

@@ -196,7 +196,8 @@ def build(request: Request, mesh: Any, *, is_reference: bool) -> Built:
     function = request.reference if is_reference else request.parallel
     if request.seed is not None:
         torch.manual_seed(request.seed)
-    arguments = [mesh] if not is_reference and _takes_mesh(function) else []
+    takes_mesh = _needs_arguments(function) or any(p.name == "mesh" for p in _positional(function))
+    arguments = [mesh] if not is_reference and takes_mesh else []
     try:
         value = function(*arguments)
     except ValueError as error:
@@ -305,19 +306,23 @@ def cast(batch: Any, dtype: str) -> Any:
     )
 
 
-def _takes_mesh(function: Any) -> bool:
+def _needs_arguments(function: Any) -> bool:
+    return any(p.default is p.empty for p in _positional(function))
+
+
+def _positional(function: Any) -> list[inspect.Parameter]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return False
+        return []
     places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(p.kind in places and (p.default is p.empty or p.name == "mesh") for p in parameters)
+    return [p for p in parameters if p.kind in places]
 
 
-def _find(value: Any) -> tuple[list[nn.Module], list[Optimizer]]:
+def _find(value: Any) -> tuple[list[nn.Module], list[Any]]:
     """The modules and optimizers in a returned value, without those inside others.
 
-    Into dicts and other objects it looks only if there is no module elsewhere.
+    Dicts and other objects may have optimizers, and modules if there is none elsewhere.
     """
     items: list[Any] = []
 
@@ -329,17 +334,35 @@ def _find(value: Any) -> tuple[list[nn.Module], list[Optimizer]]:
             items.append(item)
 
     unfold(value)
-    if not any(isinstance(item, nn.Module) for item in items):
-        for item in [*items]:
-            unfold(
-                [*(item if isinstance(item, Mapping) else getattr(item, "__dict__", {})).values()]
-            )
+    has_modules = any(isinstance(item, nn.Module) for item in items)
+    others = [item for item in items if not isinstance(item, nn.Module | Optimizer)]
+    for item in others:
+        if has_modules and _is_optimizer(item):
+            continue
+        items = [each for each in items if each is not item]
+        parts = [*(item if isinstance(item, Mapping) else _own(item)).values()]
+        unfold([part for part in parts if not has_modules or _is_optimizer(part)])
     found = [item for item in items if isinstance(item, nn.Module)]
     inside = {id(inner) for module in found for inner in list(module.modules())[1:]}
     modules = {id(module): module for module in found if id(module) not in inside}
-    optimizers = {id(item): item for item in items if isinstance(item, Optimizer)}
-    inner = {id(part) for one in optimizers.values() for part in vars(one).values()}
+    optimizers = {id(item): item for item in items if _is_optimizer(item)}
+    inner = {id(part) for one in optimizers.values() for part in _own(one).values()}
     return list(modules.values()), [one for key, one in optimizers.items() if key not in inner]
+
+
+def _own(item: Any) -> dict[str, Any]:
+    return getattr(item, "__dict__", {})
+
+
+def _is_optimizer(item: Any) -> bool:
+    """Whether it is an optimizer, or wraps one as ZeRO by hand does.
+
+    A trainer's step takes a batch, and schedules and pipelines have no zero_grad.
+    """
+    if isinstance(item, Optimizer | nn.Module | type):
+        return isinstance(item, Optimizer)
+    is_one = all(callable(getattr(item, name, None)) for name in ("step", "zero_grad"))
+    return is_one and not _needs_arguments(item.step)
 
 
 def _check_dtype(name: str, modules: Sequence[nn.Module], dtype: str) -> None:

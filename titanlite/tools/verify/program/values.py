@@ -278,6 +278,10 @@ class Values:
             Path(folder) / f"{name}.pt",
         )
 
+    def let_go(self) -> None:
+        """Hold the graph no longer."""
+        self._nodes.clear()
+
     def _listen(self, number: int, value: Tensor) -> None:
         """Keep the gradient of a value, and those that its operator passes back."""
         node = value.grad_fn
@@ -285,8 +289,8 @@ class Values:
             return
         self._hooked.add(number)
         self._nodes[node] = number
-        before = (self._nodes.get(one) for one, _ in node.next_functions)
-        self.behind[number] = [source for source in before if source is not None]
+        before = [one for one, _ in node.next_functions]
+        self.behind[number] = [self._nodes[one] for one in before if one in self._nodes]
 
         def arrive(own: Tensor) -> None:
             self.arrived[number] = None
@@ -295,9 +299,9 @@ class Values:
         value.register_hook(arrive)
 
         def keep(passed: Sequence[Tensor | None], _: Any) -> None:
-            for (before, _), one in zip(node.next_functions, passed, strict=False):
-                if one is not None and before in self._nodes:
-                    self._keep(self.passed, (number, self._nodes[before]), one)
+            for source, one in zip(before, passed, strict=False):
+                if one is not None and source in self._nodes:
+                    self._keep(self.passed, (number, self._nodes[source]), one)
 
         node.register_hook(keep)
 
