@@ -747,7 +747,7 @@ def explain_backward(e: Evidence) -> Iterator[str]:
         place = f"The error is between it and {shown}, whose gradient agrees"
     else:
         place = "The code that reads it returns a wrong gradient"
-    how = _of_gradient(e, last, found)
+    how = _of_gradient(e, last, found, is_partial=bool(partial))
     how += _summed_again(e, after, found) if after and not partial else ""
     written = _written(e, last)
     how = written or how or _unused(e, last)
@@ -773,7 +773,9 @@ def _has_others(e: Evidence, trace: RankTrace, event: str) -> bool:
     )
 
 
-def _of_gradient(e: Evidence, last: str, found: Mapping[int, Agreement]) -> str:
+def _of_gradient(
+    e: Evidence, last: str, found: Mapping[int, Agreement], *, is_partial: bool
+) -> str:
     """What the numbers of the first wrong gradient show; "" for nothing."""
     how = ""
     factor, left = pooled(list(found.values()))
@@ -796,7 +798,8 @@ def _of_gradient(e: Evidence, last: str, found: Mapping[int, Agreement]) -> str:
     how = how or next(_where(e, places), "")
     own = [event for event in e.events if module_of(event) == module_of(last)]
     over = [event for event in own if _any(e, event, lambda one: one.is_overwritten)]
-    if over:
+    # A function may reduce in place what it is given.
+    if over and not is_partial:
         how = f"{describe_event(over[0])} was overwritten after the forward pass, and the backward "
         how += "pass reads it: a buffer is used again too early"
     return how[:1].upper() + how[1:]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from titanlite.tools.verify.differences import holders_of
 from titanlite.tools.verify.record import RankRun
 from titanlite.tools.verify.wording import how_in_words, is_near, listed
+
+MOST_KINDS = 12
 
 
 def explain_norm(runs: Sequence[RankRun], step: int, norm: float) -> str:
@@ -17,7 +21,35 @@ def explain_norm(runs: Sequence[RankRun], step: int, norm: float) -> str:
         return ""
     ways = _ways_of_counting(runs, step)
     fitting = [words for words, predicted in ways if is_near(predicted, norm, 1e-9)]
-    return "; or ".join(list(dict.fromkeys(fitting))[:2])
+    return "; or ".join(list(dict.fromkeys(fitting))[:2]) or _left_out(runs, step, norm)
+
+
+def _left_out(runs: Sequence[RankRun], step: int, norm: float) -> str:
+    """Which kinds of sharded gradients are counted on the first rank of an axis alone; "" if none.
+
+    A kind has the same name but for numbers, as that of a weight in each layer.
+    """
+    holders, placed = holders_of(runs), {n: a for run in runs for n, a in run.placements.items()}
+    total = true_norm(runs, step) ** 2
+    for axis in sorted({axis for axes in placed.values() for axis in axes}):
+        of_kind: dict[str, float] = defaultdict(float)
+        for name, axes in placed.items():
+            if axes.get(axis) in ("sharded", "strided"):
+                of_kind[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)] += sum(
+                    _local(runs, step, ranks[0], name)
+                    for ranks in holders[name].values()
+                    if runs[ranks[0]].coordinates[axis] > 0
+                )
+        # All together are a way of their own; small sums of many kinds fit by chance.
+        for number in range(1, len(of_kind)) if len(of_kind) <= MOST_KINDS else ():
+            for kinds in itertools.combinations(of_kind, number):
+                rest = math.sqrt(max(0.0, total - sum(of_kind[kind] for kind in kinds)))
+                if is_near(rest, norm, 1e-9):
+                    return (
+                        f"of the gradients sharded over {axis}, those of {listed(kinds)} are "
+                        f"counted on the first rank of {axis} alone, as if they were copies"
+                    )
+    return ""
 
 
 def norms_of_own(runs: Sequence[RankRun], step: int) -> str:

@@ -523,6 +523,10 @@ class CodeRun(RankRun):
     """Whether a module is one of DDP."""
     hooked: tuple[str, ...] = ()
     """The parameters with hooks that FSDP2 has sharded."""
+    beside_shards: tuple[str, ...] = ()
+    """Those that FSDP2 does not have, where it has others."""
+    comm_hook: str = ""
+    """The name of DDP's communication hook."""
     shuffled: tuple[str, ...] = ()
     """Starting weights with the elements of the reference's, in another order."""
     in_other_order: tuple[str, ...] = ()
@@ -547,6 +551,8 @@ class PartFits:
     """Rank -> gradient -> the few rows that differ, if the others agree."""
     previous: dict[str, float] = field(default_factory=dict)
     """Gradient -> how often it also contains that of the step before, on every rank."""
+    of_weights: dict[str, float] = field(default_factory=dict)
+    """Gradient -> how often it also contains the weight."""
     mixed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Gradient -> the other parameters whose gradients it contains."""
 

@@ -151,6 +151,11 @@ def describe_parts(
             "is accumulated is scaled again after later ones (each run of a pipeline schedule of "
             "torch does so with scale_grads=True), or the scale changes between them"
         )
+    elif not order and not any(map(_is_simple, shares)):
+        text += (
+            ". No counts give such numbers: is something that is not linear, such as clipping or a "
+            "projection, done to each rank's gradients before their mean? It belongs after that"
+        )
     return text
 
 

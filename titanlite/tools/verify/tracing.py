@@ -405,7 +405,9 @@ class Tracer(abc.ABC):
             if batch and all(of_rank[event] for of_rank in without_data):
                 # As that of a weight, its gradient on a rank is that of the rank's part.
                 places = [of_rank[event][1:] if event in of_rank else None for of_rank in everyone]
-                total = gradient() if event in mine else torch.zeros(())
+                pairs = self.gradient_pairs(event, kept, record) if event in mine else []
+                parts = (own / one for (own, _), one in zip(pairs, itertools.cycle(factors)))
+                total = sum(parts, torch.zeros(()))
                 for axis in batch:
                     total = sum_over_axes(self.subject, places, total.clone).get(axis, total)
                 if event in mine and compare(total).difference <= self.tolerance_of(total):

@@ -104,7 +104,8 @@ def explain_update(e: Evidence) -> Iterator[str]:
             else "their gradients are zero on one process. Here they are None, or the optimizer "
             "lacks them: it skips their weight decay and momentum. Give them zeros"
             if not any(part.aa for part in gradients)
-            else "there the optimizer makes no update in this step, which other ranks make"
+            else "there the optimizer makes no update in this step, which other ranks make, or "
+            "that does not arrive (a parameter whose .data is assigned leaves its bucket)"
         )
         yield f"gradients and their norm agree, but the step leaves {who} unchanged, {where}: {why}"
         return

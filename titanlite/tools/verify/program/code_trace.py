@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
@@ -78,8 +78,25 @@ class CodeTracer(Tracer):
     scales_gradients = True
 
     def leaves_out(self, event: str) -> bool:
-        """Whether the caller named the module."""
-        return self.request.leaves_out(module_of(event))
+        """Whether the caller named the module, or it is a table of some rows alone.
+
+        Such a table is given numbers of its own rows, and others may be masked after it.
+        """
+        module = module_of(event)
+        return self.request.leaves_out(module) or module in self._tables_of_rows
+
+    @functools.cached_property
+    def _tables_of_rows(self) -> set[str]:
+        local, found = self.subject.local, set[str]()
+        for part in self.subject.modules:
+            for name, module in part.named_modules():
+                known = self.subject.name_of(part, name)
+                table = local.get(f"{known}.weight")
+                if type(module) in (nn.Embedding, nn.EmbeddingBag) and table is not None:
+                    is_part = table.parameter.size(0) < table.shape[0]
+                    is_part = is_part and not isinstance(table.parameter, DTensor)
+                    found |= {known} if is_part else set()
+        return found
 
     def tolerance_of(self, tensor: Tensor) -> float:
         return self.tolerance

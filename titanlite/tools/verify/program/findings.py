@@ -98,7 +98,7 @@ class PartEvidence(Evidence):
         found = name_factor(value, relevant, num_microbatches=number)
         if 0 < value < 1 and " or " in found:
             # A mean is right over ranks that have different rows.
-            own = {a: n for a, n in relevant.degrees.items() if a not in self._axes_of_batch}
+            own = {a: n for a, n in relevant.degrees.items() if a not in self.axes_of_batch}
             found = name_factor(value, Grid(**own), num_microbatches=number) or found
         for name, counts in self.fits.counts.items():
             total = sum(counts)
@@ -108,7 +108,8 @@ class PartEvidence(Evidence):
         return found
 
     @functools.cached_property
-    def _axes_of_batch(self) -> list[str]:
+    def axes_of_batch(self) -> list[str]:
+        """The axes along which ranks are given different rows."""
         runs = [run for run in self.runs if isinstance(run, CodeRun)]
         return axes_of_batch(runs, self.dims, max(1, self.step))
 
@@ -316,9 +317,10 @@ def conclude(e: PartEvidence) -> list[str]:
             # That replicas differ follows from almost anything.
             splits = set(explain_replicas(e))
             found = [sentence for sentence in diagnose(e, stage) if sentence not in splits]
-            more = _cleared(e) if {explain_parts, explain_uses} & {*stage} else _unread(e)
+            more = _cleared(e) if {explain_parts, explain_uses} & {*stage} else _of_reductions(e)
             return [joined(found[0], more), *found[1:]] if found else []
-    return diagnose(e, ())
+    found = diagnose(e, ())
+    return [joined(found[0], _of_reductions(e)), *found[1:]] if found else []
 
 
 def _cleared(e: PartEvidence) -> str:
@@ -334,10 +336,25 @@ def _cleared(e: PartEvidence) -> str:
     ) * bool(found)
 
 
-def _unread(e: PartEvidence) -> str:
-    """The largest all-reduce whose result nothing reads, where a sum is missing; or ""."""
-    if not e.failed("buffer") and not list(missing_sums(e, e.failed("gradient"))):
-        return ""
+def _of_reductions(e: PartEvidence) -> str:
+    """What a missing sum comes from: plain tensors among FSDP2's shards, or the largest all-reduce
+    whose result nothing reads; what else a hook of DDP may do; or "".
+    """
+    wrong, runs = e.failed("gradient"), [run for run in e.runs if isinstance(run, CodeRun)]
+    lacking = {name for found in missing_sums(e, wrong) for name in found.names}
+    if not e.failed("buffer") and not lacking:
+        hook = next((run.comm_hook for run in runs if run.comm_hook), "")
+        return (
+            f"DDP has a communication hook, {hook}. After the first step DDP puts gradients into "
+            "other buckets, in the order in which they came: does the hook keep something for a "
+            "bucket's index, which is then of other parameters?"
+        ) * bool(hook and wrong and e.step == 2 and not e.failed("loss"))
+    plain = {name for run in runs for name in run.beside_shards}
+    if lacking and plain and lacking <= plain:
+        return (
+            "FSDP2 has the other parameters, and not these: it has those that a module has when "
+            "fully_shard is called for it, without ignored_params"
+        )
     sent = [run.traffic.sent[index] for run in e.runs for index in run.traffic.unread]
     sums = sorted((one.num_bytes, one.site) for one in sent if one.kind == "all_reduce")
     return (
@@ -406,7 +423,10 @@ def explain_kept(e: PartEvidence) -> Iterator[str]:
 
 def explain_lost_contents(e: PartEvidence) -> Iterator[str]:
     """Memory that is filled again before all that is in it has been read."""
-    if not any(map(e.failed, ("loss", "gradient"))):
+    wrong = e.failed("gradient")
+    summed = {name for found in missing_sums(e, wrong) for name in found.names}
+    # Gradients that lack a sum are not in what is overwritten.
+    if not (e.failed("loss") or wrong) or summed == {*wrong} != set():
         return
     of_ranks = {run.rank: run.traffic for run in e.runs}
     if lost := {rank: one for rank, one in of_ranks.items() if one.lost}:
@@ -688,6 +708,24 @@ def explain_parts(e: PartEvidence) -> Iterator[str]:
             "forward pass, by no_sync or require_backward_grad_sync",
         )
         return
+    if axes := _not_reduced_over(e, wrong):
+        shares, _ = next(one for of_rank in e.fits.fits.values() for one in of_rank.values())
+        there = [
+            (share, who) for share, who in zip(shares, names, strict=True) if abs(share) > NEAR
+        ]
+        even = {round(share, 4) for share, _ in there}
+        scale = next(iter(even))
+        how = f", and these {scale:.4g} times{e.equals(scale)}" * (even != {1.0})
+        if len(even) > 1:
+            shown = listed([f"{share:.4g} times ({who})" for share, who in there], 4)
+            how = f", and on rank {next(iter(e.fits.fits))} these {shown}"
+        over = " and ".join(axes)
+        yield e.explained(
+            wrong,
+            f"not reduced over {over}: on each rank, only the parts of the batch count that ranks "
+            f"with its coordinate on {over} have{how}. Reduce them over {over}, too",
+        )
+        return
     yield from sums_of_parts(
         e.runs,
         wrong,
@@ -699,6 +737,29 @@ def explain_parts(e: PartEvidence) -> Iterator[str]:
         ),
         f"over {kind}",
     )
+
+
+def _not_reduced_over(e: PartEvidence, wrong: Sequence[str]) -> tuple[str, ...]:
+    """The axes along which only the own parts of the batch count in all wrong gradients; () for
+    none.
+    """
+    places, found = {run.rank: run.coordinates for run in e.runs}, set[tuple[str, ...]]()
+    axes, of_parts = e.axes_of_batch, {rank for ranks, _ in e.parts for rank in ranks}
+    for rank, of_rank in e.fits.fits.items():
+        for name in of_rank.keys() & set(wrong):
+            shares, left = of_rank[name]
+            both = list(zip(shares, e.parts, strict=True))
+            counted, missing = (
+                {r for share, (ranks, _) in both if (abs(share) > NEAR) is is_there for r in ranks}
+                for is_there in (True, False)
+            )
+            own = tuple(a for a in axes if all(places[r][a] == places[rank][a] for r in counted))
+            same = {r for r in of_parts if all(places[r][a] == places[rank][a] for a in own)}
+            if left > LEFT or counted != same or counted & missing:
+                return ()
+            found.add(own)
+    covered = all(any(n in own for own in e.fits.fits.values()) for n in wrong)
+    return found.pop() if len(found) == 1 and covered else ()
 
 
 def explain_uses(e: PartEvidence) -> Iterator[str]:
@@ -761,14 +822,19 @@ def _of_own_rank(e: PartEvidence) -> set[frozenset[int]]:
     found: set[frozenset[int]] = set()
     for rank, of_rank in e.fits.fits.items():
         for shares, left in of_rank.values():
-            others = [
-                (index or 0, abs(share) > NEAR)
-                for (ranks, index), share in zip(e.parts, shares, strict=True)
-                if rank not in ranks
-            ]
+            own, others = (
+                {
+                    (index or 0, abs(share) > NEAR)
+                    for (ranks, index), share in zip(e.parts, shares, strict=True)
+                    if (rank in ranks) is is_own
+                }
+                for is_own in (True, False)
+            )
             if left < LEFT and len({counts for _, counts in others}) == 2:
                 there = {index for index, counts in others if counts}
-                found.add(frozenset({index for index, _ in others} - there))
+                lacks = {index for index, _ in others} - there
+                if all((index, True) in own for index in lacks):
+                    found.add(frozenset(lacks))
     return found
 
 
@@ -797,16 +863,23 @@ def explain_accumulated(e: PartEvidence) -> Iterator[str]:
 
 
 def explain_previous(e: PartEvidence) -> Iterator[str]:
-    """Gradients of the step before that are still there."""
-    if names := [name for name in e.failed("gradient") if name in e.fits.previous]:
-        who = e.named(names)
-        often = {e.fits.previous[name] for name in names}
-        times = f" {often.pop():g} times" if len(often) == 1 else ""
-        yield Explained(
-            f"{who} {'contains' if be(who) == 'is' else 'contain'}{times} what they were in step "
-            f"{e.step - 1}, too, and are right otherwise: gradients are not cleared between steps",
-            names,
-        )
+    """Gradients of the step before, or weights, that are still there."""
+    old = f"what they were in step {e.step - 1}", "gradients are not cleared between steps"
+    of_weights = (
+        "the weights themselves",
+        ("the buffer that they are added to held the weights, or decay is added to them"),
+    )
+    # A term of the loss may be made of weights.
+    held = {} if e.failed("loss") else e.fits.of_weights
+    for found, (what, why) in ((e.fits.previous, old), (held, of_weights)):
+        if names := [name for name in e.failed("gradient") if name in found]:
+            who, often = e.named(names), {found[name] for name in names}
+            times = f" {often.pop():g} times" if len(often) == 1 else ""
+            yield Explained(
+                f"{who} {'contains' if be(who) == 'is' else 'contain'}{times} {what}, too, and are "
+                f"right otherwise: {why}",
+                names,
+            )
 
 
 def explain_microbatches(e: PartEvidence) -> Iterator[str]:

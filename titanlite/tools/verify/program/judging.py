@@ -464,8 +464,11 @@ class Judging:
             by_part.setdefault(run.parts[step - 1], []).append(run.rank)
         files = [trace.file for trace in traces]
         wrong, most = evidence.failed("gradient"), -1
-        # A fit of each microbatch has more unknowns, and may be impossible.
-        for count in {1: None, evidence.num_microbatches: None}:
+        # A fit of each microbatch has more unknowns, and may be impossible. Calls to which nothing
+        # comes back may be none.
+        unreached = [own for trace in traces for own in trace.unreached.values()]
+        reached = (number - len(missing) for missing, number in unreached)
+        for count in dict.fromkeys((1, evidence.num_microbatches, *reached)):
             if not (all(files) and wrong) or 2 * most > len(wrong):
                 continue
             parts = None

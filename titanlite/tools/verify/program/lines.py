@@ -77,7 +77,15 @@ def wrong_lines(
     some = sorted(wrong, key=lambda place: place not in read)[:MOST_REDUCED]
     shares = shares_of(tracer, {place: found[place] for place in some if place in found}, some)
     rows: dict[Place, str] = {}
-    for there in gathered({p: _rows(*found[p]) for p in some if states.get(p) == "wrong"}):
+    # What depends on no data has the rows of its place, also where others have been moved.
+    free = {place for place, is_free in zip(values.places, values.is_free, strict=True) if is_free}
+    of_place = [
+        p
+        for p in some
+        if (state := states.get(p)) == "wrong"
+        or (state == "moved" and p in free and _is_of_place(found[p][1]))
+    ]
+    for there in gathered({p: _rows(*found[p]) for p in of_place}):
         rows |= {place: which for place, which in there.items() if which}
     far = {p: _shift(tracer, *pair) for p, pair in found.items() if judged[p] not in RIGHT}
     shifts = {p: by for there in gathered(far) for p, by in there.items() if by}
@@ -261,6 +269,11 @@ def _rows(own: Tensor, whole: Tensor, share: tuple[int, int]) -> str:
     return ""
 
 
+def _is_of_place(rows: Tensor) -> bool:
+    """Whether rows say which they are: no two are equal, as in many masks, nor are they numbers."""
+    return rows.ndim > 1 and len(rows.unique(dim=0)) == len(rows)
+
+
 def _shift(tracer: CodeTracer, own: Tensor, whole: Tensor, share: tuple[int, int]) -> int:
     """How much further on than this rank's tokens the integers are that a value has; 0 if unknown.
 
@@ -401,7 +414,8 @@ class _LineSearch:
         harmless, free, joined = self._harmless(), self.values.is_free, self._joined()
         reached = self._part_of_the_loss(harmless)
         numbers = sorted(range(len(free)), key=free.__getitem__)
-        for number, place in ((number, self.values.places[number]) for number in numbers):
+        for number in dict.fromkeys(map(self._place_of, numbers)):
+            place = self.values.places[number]
             (call, line, operator), state = place[0], self.states.get(place)
             if number in self.instead and not harmless[number]:
                 own = {self.others[source]: source for source in self.values.sources[number]}
@@ -457,6 +471,20 @@ class _LineSearch:
             if shares and operator_of(place[0]).strip("_") == "add":
                 found.summed_by = self._sent_by(number)
             yield found
+
+    def _place_of(self, number: int) -> int:
+        """The value with rows of another rank's place from which, alone, a wrong one follows; or
+        that one itself.
+        """
+        while self.values.places[number] in self.wrong:
+            sources, _ = self._sources(self.values, number)
+            wrong = [s for s in sources if self.values.places[s] in self.wrong]
+            own = self.values.tensors[wrong[0]] if len(wrong) == 1 else None
+            # A rank may count its rows from 0.
+            if own is None or own.ndim < 2 or self.values.places[wrong[0]] not in self.rows:
+                break
+            (number,) = wrong
+        return number
 
     def read(self) -> Iterator[WrongLine]:
         """The lines that read a share as a number."""

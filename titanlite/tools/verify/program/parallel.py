@@ -487,6 +487,10 @@ def _note_wrappers(run: CodeRun, built: Built, local: LocalParts) -> None:
     shards = {id(param.sharded_param) for group in groups for param in group.fsdp_params}
     hooked = [n for n, one in local.items() if getattr(one.parameter, "_backward_hooks", None)]
     run.hooked = tuple(n for n in hooked if id(local[n].parameter) in shards)
+    others = [n for n, one in local.items() if id(one.parameter) not in shards]
+    run.beside_shards = tuple(others) if shards else ()
+    hooks = (hook for one in every for hook, _ in getattr(one, "_comm_hooks", ()))
+    run.comm_hook = next((getattr(hook, "__name__", "a hook") for hook in hooks), "")
 
 
 def _unsynchronized(built: Built, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 from titanlite.tools.verify.dataflow import describe_event
 from titanlite.tools.verify.evidence import EXPLAINED, Evidence
 from titanlite.tools.verify.record import Through
 from titanlite.tools.verify.wording import is_near, listed, times
+
+ROUNDING = 1e-9
 
 
 def describe_through(
@@ -44,6 +47,15 @@ def describe_through(
                     "takes its own part"
                 )
     scaled = [(own[0].line, scales) for own in lines if (scales := _scales(own, plain))]
+    lines_of_nothing = [line for line, own in scaled if all(abs(n) > 1 / ROUNDING for n in own)]
+    if len(lines_of_nothing) == 1:
+        (line,) = lines_of_nothing
+        through = f", in the backward pass of {sent[line]}" * (line in sent)
+        return (
+            f"What comes back through {line} is zero on one process, but for rounding, and here it "
+            f"is not{through}: what cancels, such as a maximum that is subtracted again, needs no "
+            "gradient (detach it)"
+        )
     # Where a collective sends it, that may be the cause. Two parts may each be the wrong one.
     scaled = [one for one in scaled if one[0] in sent] or scaled
     if not scaled or any(
@@ -108,11 +120,11 @@ def _is_same_along(e: Evidence, axis: str, found: Sequence[Through]) -> bool:
 def _scales(found: Sequence[Through], plain: Collection[float]) -> list[float]:
     """How many times too large what comes back through a line is, for each rank and microbatch."""
     fits = [fit for one in found for fit in one.scales if fit is not None]
-    if not fits or not all(left < EXPLAINED and share for (_, share), left in fits):
+    if not fits or not all(left < EXPLAINED for _, left in fits):
         return []
     rest = fits[0][0][0]
     is_plain = any(is_near(rest, factor) for factor in plain)
     if not is_plain or not all(is_near(own, rest) for (own, _), _ in fits):
         return []
-    scales = [rest / share for (_, share), _ in fits]
+    scales = [rest / share if share else math.inf for (_, share), _ in fits]
     return [] if all(is_near(scale, 1.0) for scale in scales) else scales

@@ -226,9 +226,12 @@ def find_shares(
         for file in saved
     }
     weights = tuple(one / sum(of_whole) for one in of_whole)
-    previous = _previous(saved, record["gradients"], before.get("gradients", {}))
+    previous, of_weights = (
+        _contained(saved, record["gradients"], before.get(kind, {}))
+        for kind in ("gradients", "weights")
+    )
     mixed = _mixed(saved, fits, of_parts, record["gradients"])
-    return PartFits(fits, weights, _counts_of(parts), rows, previous, mixed)
+    return PartFits(fits, weights, _counts_of(parts), rows, previous, of_weights, mixed)
 
 
 def load_parts(files: Sequence[str], count: int = 1) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -265,14 +268,15 @@ def _mixed(
     return {name: tuple(sorted(own - {name})) for name, own in mixed.items() if own - {name}}
 
 
-def _previous(
+def _contained(
     saved: Sequence[Mapping[str, Any]], known: Mapping[str, Tensor], before: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Gradients that are right but for a multiple of those of the step before."""
+    """Gradients that are right but for a multiple of what the step before has left."""
     found: dict[str, set[float]] = {}
     for file in saved:
         for name, (own, elements) in file["gradients"].items():
-            if name in before and name in known:
+            # One number is a multiple of any other.
+            if name in before and name in known and own.numel() > 1:
                 right, old = (some[name].flatten()[elements] for some in (known, before))
                 one = agreement(own - right, old, right)
                 factor = one.ab / one.bb if one.bb else 0.0
