@@ -709,17 +709,13 @@ def explain_parts(e: PartEvidence) -> Iterator[str]:
         )
         return
     if axes := _not_reduced_over(e, wrong):
-        shares, _ = next(one for of_rank in e.fits.fits.values() for one in of_rank.values())
-        there = [
-            (share, who) for share, who in zip(shares, names, strict=True) if abs(share) > NEAR
-        ]
-        even = {round(share, 4) for share, _ in there}
-        scale = next(iter(even))
-        how = f", and these {scale:.4g} times{e.equals(scale)}" * (even != {1.0})
-        if len(even) > 1:
-            shown = listed([f"{share:.4g} times ({who})" for share, who in there], 4)
-            how = f", and on rank {next(iter(e.fits.fits))} these {shown}"
-        over = " and ".join(axes)
+        (rank, of_rank), over = next(iter(e.fits.fits.items())), " and ".join(axes)
+        shares, _ = next(iter(of_rank.values()))
+        shown = {w: f"{n:.4g} times" for w, n in zip(names, shares, strict=True) if abs(n) > NEAR}
+        how = f", and these {max(shares):.4g} times{e.equals(max(shares))}"
+        how *= not is_near(max(shares), 1.0, NEAR)
+        if len({*shown.values()}) > 1:
+            how = f", and on rank {rank} these {listed([f'{n} ({w})' for w, n in shown.items()])}"
         yield e.explained(
             wrong,
             f"not reduced over {over}: on each rank, only the parts of the batch count that ranks "
