@@ -352,8 +352,8 @@ def _of_reductions(e: PartEvidence) -> str:
     plain = {name for run in runs for name in run.beside_shards}
     if lacking and plain and lacking <= plain:
         return (
-            "FSDP2 has the other parameters, and not these: it has those that a module has when "
-            "fully_shard is called for it, without ignored_params"
+            "FSDP2 reduces the other parameters' gradients, and not these: it takes the parameters "
+            "that a module has when fully_shard is called for it, but for ignored_params"
         )
     sent = [run.traffic.sent[index] for run in e.runs for index in run.traffic.unread]
     sums = sorted((one.num_bytes, one.site) for one in sent if one.kind == "all_reduce")
