@@ -55,7 +55,7 @@ OF_MKL = (
 )
 
 # What torch keeps for good: compiled code, and DTensor's plans for meshes, with their groups.
-KEPT = (
+CACHES = (
     "torch._dynamo:reset",
     "torch.distributed.tensor._redistribute:clear_redistribute_planner_cache",
     "torch.distributed.tensor._redistribute:_gen_transform_infos.cache_clear",
@@ -109,7 +109,7 @@ def own_settings() -> Iterator[None]:
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         undo.callback(set_deterministic, deterministic())
         undo.enter_context(generators_restored())
-        undo.callback(_drop_kept)
+        undo.callback(_clear_caches)
         undo.callback(_undo.remove, undo)
         _undo.append(undo)
         yield
@@ -245,8 +245,8 @@ def _set_ignored(operators: set[Any]) -> None:
     SAC_IGNORED_OPS.update(operators)
 
 
-def _drop_kept() -> None:
-    for place in KEPT:
+def _clear_caches() -> None:
+    for place in CACHES:
         if place.partition(":")[0] in sys.modules:
             with contextlib.suppress(AttributeError):  # another version of torch
                 pkgutil.resolve_name(place)()

@@ -302,10 +302,10 @@ class Events:
         finally:
             self._is_own = before
 
-    def let_go(self) -> None:
-        """Hold the graph of the step no longer: its hooks hold this, which no collector sees."""
+    def release(self) -> None:
+        """Release the graph of the step: its hooks hold this record, a cycle that gc cannot see."""
         self._nodes.clear()
-        self.values.let_go()
+        self.values.release()
 
     def _keep_lines(
         self, lines: dict[str, tuple[str, ...]], event: str, behind: Container[str] = ()
@@ -473,7 +473,7 @@ def recorded(
     finally:
         for hook in hooks:
             hook.remove()
-        kept.let_go()
+        kept.release()
 
 
 def _hookable(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -718,8 +718,8 @@ def explain_parts(e: PartEvidence) -> Iterator[str]:
             how = f", and on rank {rank} these {listed([f'{n} ({w})' for w, n in shown.items()])}"
         yield e.explained(
             wrong,
-            f"not reduced over {over}: on each rank, only the parts of the batch count that ranks "
-            f"with its coordinate on {over} have{how}. Reduce them over {over}, too",
+            f"not reduced over {over}: on each rank they have only parts of the batch that ranks with "
+            f"the same coordinate on {over} read{how}. Reduce them over {over}, too",
         )
         return
     yield from sums_of_parts(
@@ -866,14 +866,14 @@ def explain_previous(e: PartEvidence) -> Iterator[str]:
         ("the buffer that they are added to held the weights, or decay is added to them"),
     )
     # A term of the loss may be made of weights.
-    held = {} if e.failed("loss") else e.fits.of_weights
-    for found, (what, why) in ((e.fits.previous, old), (held, of_weights)):
+    own = {} if e.failed("loss") else e.fits.of_weights
+    for found, (what, why) in ((e.fits.previous, old), (own, of_weights)):
         if names := [name for name in e.failed("gradient") if name in found]:
             who, often = e.named(names), {found[name] for name in names}
             times = f" {often.pop():g} times" if len(often) == 1 else ""
             yield Explained(
-                f"{who} {'contains' if be(who) == 'is' else 'contain'}{times} {what}, too, and are "
-                f"right otherwise: {why}",
+                f"{who} {'contains' if be(who) == 'is' else 'contain'}{times} {what}, too, and "
+                f"{be(who)} right otherwise: {why}",
                 names,
             )
 

@@ -47,9 +47,9 @@ def describe_through(
                     "takes its own part"
                 )
     scaled = [(own[0].line, scales) for own in lines if (scales := _scales(own, plain))]
-    lines_of_nothing = [line for line, own in scaled if all(abs(n) > 1 / ROUNDING for n in own)]
-    if len(lines_of_nothing) == 1:
-        (line,) = lines_of_nothing
+    cancelled = [line for line, own in scaled if all(abs(n) > 1 / ROUNDING for n in own)]
+    if len(cancelled) == 1:
+        (line,) = cancelled
         through = f", in the backward pass of {sent[line]}" * (line in sent)
         return (
             f"What comes back through {line} is zero on one process, but for rounding, and here it "

@@ -278,8 +278,8 @@ class Values:
             Path(folder) / f"{name}.pt",
         )
 
-    def let_go(self) -> None:
-        """Hold the graph no longer."""
+    def release(self) -> None:
+        """Release the graph of the step."""
         self._nodes.clear()
 
     def _listen(self, number: int, value: Tensor) -> None:
