@@ -718,8 +718,8 @@ def explain_parts(e: PartEvidence) -> Iterator[str]:
             how = f", and on rank {rank} these {listed([f'{n} ({w})' for w, n in shown.items()])}"
         yield e.explained(
             wrong,
-            f"not reduced over {over}: on each rank they have only parts of the batch that ranks with "
-            f"the same coordinate on {over} read{how}. Reduce them over {over}, too",
+            f"not reduced over {over}: on each rank they have only parts of the batch that ranks "
+            f"with the same coordinate on {over} read{how}. Reduce them over {over}, too",
         )
         return
     yield from sums_of_parts(
