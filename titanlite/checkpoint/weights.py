@@ -93,13 +93,7 @@ def load_safetensors(
     if only_adapters:
         pieces = {name: piece for name, piece in pieces.items() if adapted_layer(name)}
     with contextlib.ExitStack() as stack:
-        weights: list[StoredWeights] = []
-
-        def open_files() -> None:
-            weights.append(stack.enter_context(opened_weights(path, own, files)))
-
-        ranks.all_do(open_files)
-        (stored,) = weights
+        stored = ranks.all_do(lambda: stack.enter_context(opened_weights(path, own, files)))
         found = stored.names_of({n: p for n, p in pieces.items() if adapted_layer(n)}, {})
         if not any(ranks.gathered(bool(found & stored.tensors.keys()))):
             pieces = {name: piece for name, piece in pieces.items() if not adapted_layer(name)}

@@ -188,9 +188,8 @@ class Grid:
 class ParallelDims(Grid):
     """The degree of every mesh axis, each at least 1; their product is the number of ranks.
 
-    The axes are in order, outermost first. TABLE in titanlite/mesh/parallel_dims.py says how the
-    ranks of each divide the batch and the weights. `ep` uses ranks of other axes and does not count
-    in the product.
+    titanlite.mesh.parallel_dims.TABLE says how the ranks of each axis divide the batch and the
+    weights. `ep` uses ranks of other axes and does not count in the product.
     """
 
     pp: int = 1
@@ -200,11 +199,6 @@ class ParallelDims(Grid):
     tp: int = 1
     ep: int = 1
 
-    pp_enabled = property(lambda self: self.pp > 1)
-    cp_enabled = property(lambda self: self.cp > 1)
-    tp_enabled = property(lambda self: self.tp > 1)
-    ep_enabled = property(lambda self: self.ep > 1)
-
     def __post_init__(self) -> None:
         Grid(**self.degrees, ep=self.ep)  # checks them
 
@@ -212,6 +206,22 @@ class ParallelDims(Grid):
     def degrees(self) -> dict[str, int]:
         """The mesh axes and their degrees, outermost first; without `ep`."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def pp_enabled(self) -> bool:
+        return self.pp > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        return self.cp > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        return self.tp > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        return self.ep > 1
 
     @property
     def dp(self) -> int:
@@ -225,10 +235,7 @@ class ParallelDims(Grid):
 
     @property
     def num_expert_ranks(self) -> int:
-        """The number of ranks that hold one replica's experts: dp_shard x cp x tp.
-
-        This equals ep x efsdp. efsdp (see Meshes) is the axis over which FSDP2 shards each expert.
-        """
+        """The number of ranks that hold one replica's experts: dp_shard x cp x tp = ep x efsdp."""
         return self.degree_of(next(axis.borrows for axis in TABLE if axis.borrows))
 
     @property
@@ -303,10 +310,7 @@ class ParallelDims(Grid):
 
 
 def expert_shard_dim(num_experts: int, num_ranks: int) -> int:
-    """The dimension over which FSDP2 shards the stacked weights of a rank's experts.
-
-    By expert (0), or by rows (1) if some of the ranks had none.
-    """
+    """How FSDP2 shards a rank's stacked experts: by expert (0), or by rows (1) if some had none."""
     each = -(-num_experts // num_ranks)
     return 0 if -(-num_experts // each) == num_ranks else 1
 

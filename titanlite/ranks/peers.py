@@ -45,13 +45,15 @@ class Peers:
             raise box[1]
         return box[0]
 
-    def all_do(self, function: Callable[[], object]) -> None:
-        """Call `function` on every rank; if any fails, all raise the error of the lowest rank."""
+    def all_do(self, function: Callable[[], T]) -> T:
+        """What `function` returns here; if it fails on any, all raise the lowest rank's error."""
+        results: list[T] = []
         failure: Exception | None = None
         try:
-            function()
+            results.append(function())
         except (TitanliteError, OSError) as error:
             failure = error
         first = next(filter(None, self.gathered(failure)), None)
         if first is not None:
             raise first
+        return results[0]
