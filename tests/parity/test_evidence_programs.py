@@ -18,8 +18,7 @@ PROGRAMS = Path(__file__).parents[2] / "docs/evidence/programs"
 TODAY = json.loads((PROGRAMS.parent / "today.json").read_text())
 """Programs that agree, and of faulty ones, fast and slow, a pattern of what is said of them.
 
-The fast ones, chosen by coverage.py, run the most lines of compare per second: together nine in ten
-of those that any of all programs runs.
+The fast ones, chosen by coverage.py, run the most lines of compare per second: nine in ten of all.
 """
 SPEEDS = {"fast": [], "slow": [pytest.mark.slow]}
 
@@ -55,3 +54,15 @@ def test_the_cause_is_named(program, cause, comparer, monkeypatch, capsys):
 )
 def test_a_correct_program_agrees(program, comparer, monkeypatch, capsys):
     assert "AGREES" in said_of(program, comparer, monkeypatch, capsys)
+
+
+def test_the_counts_on_the_pages_are_those_of_the_runs():
+    page, first = ((PROGRAMS / up / "README.md").read_text() for up in ("..", "../../.."))
+    for run in (PROGRAMS.parent / "runs").glob("*_run.json"):
+        judged = [x["judgement"] for x in json.loads(run.read_text()) if "Faulty" in x["table"]]
+        (counts,) = re.findall(rf"(?m)runs/{run.name}\).*?(\|[ \d|]+)$", page)
+        expected = [f" {judged.count(kind)} " for kind in ("right", "partly", "misleading")]
+        assert counts.split("|")[2:5] == expected, run.name
+    faulty, correct = (len([*PROGRAMS.glob(f"{k}*/*.py")]) for k in ("faulty", "correct"))
+    assert f"{faulty + correct} programs were written after public threads, {faulty} with" in page
+    assert f" {faulty} with one fault" in first
