@@ -159,7 +159,7 @@ WITH_TORCH = {
     "titanlite/tools/verify/program": (
         *("batches", "building", "code_trace", "gradient_modes", "lines", "lines_backward"),
         *("parallel", "received", "reference", "saved", "step_trace", "through", "uses", "values"),
-        *("local_parts", "loss_terms", "weights"),
+        *("local_parts", "loss_terms", "operators", "weights"),
     ),
 }
 PLANNED_WITHOUT_TORCH = (

@@ -252,8 +252,13 @@ def _details(e: Evidence, first: str, outputs: Mapping[int, ModuleOutput]) -> It
         )
     if all(one.has_scaled_rows for one in outputs.values()):
         yield (
-            "each of its rows is that of one process times a number of its own: rows are weighted "
-            "or normalized at another place than there, as before a module instead of after it"
+            "some of its rows are those of one process times a number of their own, and the others "
+            "agree: the weights of these are incomplete, or too many (one written over another "
+            "instead of added to it, or counted twice)"
+            if all(one.places for one in outputs.values())
+            else "each of its rows is that of one process times a number of its own: rows are "
+            "weighted or normalized at another place than there, as before a module instead of "
+            "after it"
         )
     if one.scales and len({output.scales for output in outputs.values()}) == 1:
         yield f"it is {one.scales} as large as on one process"

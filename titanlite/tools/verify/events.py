@@ -99,7 +99,8 @@ class Events:
         self._lines_of: Any = WeakTensorKeyDictionary()
         self._without_gradient: dict[str, list[str]] = {}
         self._calls: list[str] = []
-        self._is_left_out = False
+        self._is_left_out = self._infers = False
+        self.inferred = set[str]()
         self._is_own = self._is_backward = False
         # A gradient that is held is copied when it is accumulated, which reduces a Partial one.
         self._last: tuple[Callable[[], Tensor | None], tuple[str, ...]] = (lambda: None), ()
@@ -128,10 +129,12 @@ class Events:
                 # A forward pass without gradients, such as a validation, is no part of training.
                 is_other = not torch.is_grad_enabled() or _infers_shapes()
                 self._is_left_out = self.is_training and is_other
+                self._infers = _infers_shapes()
                 if self.at_start is not None and not self._is_left_out:
                     with self.own_code():
                         self.start, self.at_start = self.at_start(), None
                 self.values.num_passes += not self._is_left_out
+            self.inferred |= {module_of(call)} if self._infers else set()
             if self._is_left_out or in_transform():
                 return None
             if not module.training:

@@ -286,6 +286,12 @@ class Evidence:
                 f"{start}. It reads {what or 'a value of the same line'}, which each rank computes "
                 f"from its own part: only {found.way} is right{how}"
             )
+        if found.unlike:
+            return (
+                f"{start}. What it reads is of different rows: those of the result of "
+                f"{found.unlike} are of other tokens than what it is used with. Put both into one "
+                "order (batch first or sequence first), and cut both at the same places"
+            )
         if found.is_of_padded:
             return f"{start}. What it reads agrees, but has {PADDING}"
         if found.is_of_part:

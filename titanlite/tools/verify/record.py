@@ -90,6 +90,8 @@ class RankStep(ReferenceStep):
     state: dict[str, Agreement] = field(default_factory=dict)
     """The optimizer state, by "parameter.key"."""
     buffers: dict[str, Agreement] = field(default_factory=dict)
+    buffers_beside_old: dict[str, Agreement] = field(default_factory=dict)
+    """What a wrong buffer has too much, beside what the reference's was before the step."""
     sequences: tuple[int, ...] = ()
     """For each sequence that the rank read, its index in the reference's batch; -1 for none."""
     positions_agree: bool = True
@@ -200,11 +202,12 @@ def harmless(
     rank, or the output of a module around them does on some rank.
 
     `of_ranks` has, for each rank, whether its tensors agree. A module may return a Partial that the
-    code after it reduces, and experts receive their tokens in an order of their own. In the
+    code after it reduces, and experts receive their tokens in an order of their own. What a
+    residual connection adds them to may differ if what agrees is on the way there, too. In the
     backward pass the tensors that come next are those with a gradient that a tensor is computed
     from.
     """
-    found, state = set[str](), dict[str, bool]()
+    inner, state, some = set[str](), dict[str, bool](), set[str]()
     for of_rank in of_ranks:
         modules: dict[str, bool] = {}
         for event, agrees in of_rank.items():
@@ -212,9 +215,11 @@ def harmless(
             if not is_input(event) and not is_backward:
                 modules[module_of(event)] = modules.get(module_of(event), True) and agrees
         for event, agrees in of_rank.items():
-            if not agrees and any(modules.get(outer) for outer in around(module_of(event))):
-                found.add(event)
-    found |= {event for event, agrees in state.items() if agrees}
+            if agrees:
+                some.add(event)
+            elif any(modules.get(outer) for outer in around(module_of(event))):
+                inner.add(event)
+    found = {event for event, agrees in state.items() if agrees} | inner
     following: dict[str, list[str]] = defaultdict(list)
     for event, sources in reference.flow.items():
         for source in sources:
@@ -225,8 +230,18 @@ def harmless(
     for event in reference.events if is_backward else reversed(reference.events):
         # Of an input that nothing follows from, as one that only says on which device, none is.
         after = following[event] or [called_by(event)] * (is_input(event) and not is_backward)
-        if after and found.issuperset(after):
+        # What is right on one rank is no Partial, nor has it an order of its own.
+        wrong = {*after} - (found - inner if event in some and not is_backward else found)
+        if after and not wrong:
             found.add(event)
+        elif wrong and not is_backward and any(map(state.get, after)):
+            stack, reached = list(filter(state.get, after)), set[str]()
+            while stack:
+                if (one := stack.pop()) not in reached:
+                    reached.add(one)
+                    stack += following[one]
+            if wrong <= reached:
+                found.add(event)
     return found
 
 
@@ -386,6 +401,8 @@ class RankTrace:
     """For each sequence of a validation's first batch, its index on one process; -1 for none."""
     idle: tuple[str, ...] = ()
     """Modules of this rank that never ran."""
+    inferred: frozenset[str] = frozenset()
+    """Modules that torch's PipelineStage has run once more, to learn shapes."""
     evaluating: frozenset[str] = frozenset()
     """The same as in ReferenceTrace."""
     loss: float | None = None
@@ -499,6 +516,8 @@ class CodeRun(RankRun):
     """Parameter -> a digest of the elements that the rank holds, equal for replicas."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Parameter -> the number of all its elements."""
+    cut_dims: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameter of several dimensions -> those of which the rank has a part."""
     losses: list[float | None] = field(default_factory=list)
     """What each step returned, None where a rank computes no loss."""
     rates: list[float] = field(default_factory=list)
@@ -525,8 +544,8 @@ class CodeRun(RankRun):
     """The parameters with hooks that FSDP2 has sharded."""
     beside_shards: tuple[str, ...] = ()
     """Those that FSDP2 does not have, where it has others."""
-    comm_hook: str = ""
-    """The name of DDP's communication hook."""
+    comm_hook: tuple[str, str] = ("", "")
+    """The name of DDP's communication hook, and a line beside it that asks for a bucket's index."""
     shuffled: tuple[str, ...] = ()
     """Starting weights with the elements of the reference's, in another order."""
     in_other_order: tuple[str, ...] = ()
@@ -661,6 +680,8 @@ class WrongLine:
     """Over how many elements means and the like are taken on the way, if otherwise there."""
     order: str = ""
     """How it reads the elements that one process reads there, if in another order."""
+    unlike: str = ""
+    """The line of indices, or the like, that are of other rows than what it reads besides."""
     border: str = ""
     """Where it differs, if that is only where the rank's part "begins" or "ends"."""
 

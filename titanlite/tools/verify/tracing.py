@@ -170,6 +170,7 @@ class Tracer(abc.ABC):
             lines=kept.lines,
             lines_backward=kept.lines_backward,
             idle=kept.idle,
+            inferred=frozenset(kept.inferred),
             evaluating=frozenset(kept.evaluating),
         )
         self._sum_backward(trace, backward, kept, known, factors)

@@ -19,7 +19,7 @@ from titanlite.tools.verify.evidence import (
 )
 from titanlite.tools.verify.norms import explain_norm, norms_of_own
 from titanlite.tools.verify.record import RankRun
-from titanlite.tools.verify.wording import agree, distinct_texts, is_near, listed, times
+from titanlite.tools.verify.wording import agree, distinct_texts, is_near, joined, listed, times
 
 
 def explain_norm_alone(e: Evidence) -> Iterator[str]:
@@ -229,9 +229,46 @@ def explain_buffers(e: Evidence) -> Iterator[str]:
         if apart
         else "Look at how often a step updates them, and from what"
     )
-    yield (
-        f"buffers differ from those of one process after step {e.step}: {listed(wrong, 3)}; {how}. "
-        f"{_counted_again(e, wrong) or _stale(e, apart, right) or _kept(e, wrong) or what}"
+    yield joined(
+        f"buffers differ from those of one process after step {e.step}: {listed(wrong, 3)}; {how}",
+        _inferred(e, wrong)
+        or _counted_again(e, wrong)
+        or _added_to_old(e, wrong)
+        or _stale(e, apart, right)
+        or _kept(e, wrong)
+        or joined(what, "" if apart or e.failed("loss") else e.first_wrong_line()),
+    )
+
+
+def _inferred(e: Evidence, wrong: Sequence[str]) -> str:
+    """Whether a pipeline runs the modules of these buffers once more than the step; or ""."""
+    inferred = {module for trace in e.traces for module in trace.inferred}
+    holders = {name.rpartition(".")[0] for name in wrong}
+    if not holders or not holders <= inferred:
+        return ""
+    return (
+        "Before its first step a PipelineStage runs its modules once more, on the first "
+        "microbatch, to learn the shapes of what it sends (shape inference), and nothing takes "
+        "back what that writes into buffers: give the stage input_args and output_args, or put "
+        "the buffers back"
+    )
+
+
+def _added_to_old(e: Evidence, wrong: Sequence[str]) -> str:
+    """Whether buffers have what they were before the step several times; "" if not."""
+    parts = [
+        one
+        for run in e.runs
+        for name in wrong
+        if (one := run.steps[e.step].buffers_beside_old.get(name)) is not None
+    ]
+    factor, left = pooled(parts)
+    if left >= EXPLAINED or is_near(factor + 1, 1.0):
+        return ""
+    return (
+        f"{'It contains its own value' if len(wrong) == 1 else 'They contain their own values'} of "
+        f"before the step {factor + 1:.6g} times{e.equals(factor + 1)}: the step reduces the "
+        "running value, which all ranks have alike, instead of what the batch adds to it"
     )
 
 

@@ -164,6 +164,7 @@ def test_outputs_inside_a_right_one_are_not_to_blame():
     differs = [inside | {"head": False, "": False}, right]
     assert harmless(ReferenceTrace(order), differs) == {*order} - {"head", ""}
     assert harmless(ReferenceTrace(order), [right, wrong]) == set()
+    assert harmless(ReferenceTrace(order), [inside, wrong]) == set()
 
 
 def test_what_is_right_one_step_later_is_no_cause():
@@ -171,6 +172,11 @@ def test_what_is_right_one_step_later_is_no_cause():
     reference = ReferenceTrace(("up <- x", "up", "down <- x", "down"), flow=flow)
     assert "up" in harmless(reference, [{"up": False, "down <- x": True, "down": True}])
     assert "up" not in harmless(reference, [{"up": False, "down <- x": False, "down": False}])
+    # A residual connection adds up to what is wrong later.
+    residual = ReferenceTrace((*reference.events, "block"), flow=flow | {"block": ("up", "down")})
+    states = {"up": False, "down <- x": True, "down": False, "block": False}
+    assert "up" in harmless(residual, [states])
+    assert "up" not in harmless(residual, [states | {"down <- x": False}])
 
 
 @pytest.mark.parametrize("is_reduced", [True, False])

@@ -26,7 +26,7 @@ FREE = (
     *("eq", "ne", "lt", "le", "gt", "ge", "any", "all", "arange", "fill", "copy", "_to_copy"),
     *("detach", "gather", "embedding", "remainder", "floor_divide", "bincount", "nonzero"),
     *("repeat", "constant_pad_nd", "roll", "flip", "cumsum", "sort", "argsort"),
-    *("_local_scalar_dense", "scalar_tensor", "lerp", "addcmul", "equal"),
+    *("_local_scalar_dense", "scalar_tensor", "lerp", "addcmul", "equal", "eye", "set"),
 )
 BEGINNINGS = ("new_", "zero", "one", "empty", "full", "scatter", "index_", "logical_", "bitwise_")
 # What one may write out: with these operators, those.

@@ -358,7 +358,7 @@ class CodeTracer(Tracer):
                         output.places += "range of indices that each rank takes"
         if own.size(-1) == whole.size(-1) > 2 and output.is_moved is False:
             unit = [torch.nn.functional.normalize(t.flatten(0, -2)) for t in (own, whole, part)]
-            if _find_rows(unit[0], unit[1], self.tolerance) is not None:
+            if find_rows(unit[0], unit[1], self.tolerance) is not None:
                 difference = agreement(unit[0], unit[2], unit[1]).difference
                 output.has_other_rows = difference > self.tolerance
                 sizes = own.flatten(0, -2).norm(dim=1) / part.flatten(0, -2).norm(dim=1)
@@ -382,7 +382,7 @@ class CodeTracer(Tracer):
             return ()
         every = torch.cat(list(rows.values()))
         most = self.tolerance * every.abs().max().item()
-        if (found := _find_rows(own.reshape(-1, width), every, most)) is None:
+        if (found := find_rows(own.reshape(-1, width), every, most)) is None:
             return ()
         names = [other for other, one in rows.items() for _ in one]
         used = {names[row] for row in found[found >= 0].tolist()}
@@ -474,7 +474,7 @@ class CodeTracer(Tracer):
         own, known = call.flatten(0, -2), whole.flatten(0, -2)
         most = self.tolerance * max(known.abs().max().item(), 1e-300)
         if own.size(1) == known.size(1) > 1 and own.size(0) > 1:
-            rows = _find_rows(own, known, most)
+            rows = find_rows(own, known, most)
             if rows is not None:
                 if keeps and len(rows) < len(known):
                     # All rows in another order may be the error itself.
@@ -483,7 +483,7 @@ class CodeTracer(Tracer):
         grid = self._tokens(whole, share)
         tokens = torch.arange(known.size(0)) if grid is None else grid.flatten()
         if own.size(0) == len(tokens) > 1 and own.size(1) <= known.size(1):
-            columns = _find_rows(own.T, known[tokens].T, most)
+            columns = find_rows(own.T, known[tokens].T, most)
             if columns is not None:
                 return lambda tensor: _rows_or_zero(
                     tensor.flatten(0, -2)[tokens].T, columns
@@ -639,7 +639,7 @@ def _chosen(call: Tensor, whole: Tensor) -> FusedCut | None:
     return FusedCut(cut[0], torch.tensor(numbers)) if is_chosen else None
 
 
-def _find_rows(own: Tensor, known: Tensor, most: float) -> Tensor | None:
+def find_rows(own: Tensor, known: Tensor, most: float) -> Tensor | None:
     """For each row of `own` a row of `known` within `most`, -1 for a row of zeros; or None."""
     chosen, apart = _nearest_rows(own, known)
     is_zero = ~own.any(1)
@@ -668,7 +668,7 @@ def same_rows(own: Tensor, whole: Tensor) -> bool:
     part = local_part(own.detach()).cpu()
     if part.ndim != 2 or whole.ndim != 2 or part.size(1) != whole.size(1) or not part.any():
         return False
-    return _find_rows(part, whole, 0.0) is not None
+    return find_rows(part, whole, 0.0) is not None
 
 
 def has_elements_of(own: Tensor, whole: Tensor) -> bool:

@@ -76,6 +76,8 @@ class PartEvidence(Evidence):
     """The parameters to which any of the reference's steps adds."""
     uses: Mapping[int, Mapping[str, UseFit]] = field(default_factory=dict)
     """Rank -> gradient -> it as a sum of those of the single uses of its parameter."""
+    alone: str = ""
+    """The parts of the batch whose losses, each alone, have the wrong loss as their mean."""
     updates: Mapping[int, Mapping[str, Update]] = field(default_factory=dict)
     """Rank -> wrong weight -> what the step did to it."""
 
@@ -136,7 +138,31 @@ class PartEvidence(Evidence):
                 "scales each rank's by a factor of its own. Add up the squares (of copies once) "
                 f"over {axes} before the norm is used"
             )
-        return self._describe_weights() or self._describe_options() or self._describe_step()
+        return (
+            self._describe_weights()
+            or self._describe_options()
+            or self._describe_step()
+            or self._describe_cut()
+        )
+
+    def _describe_cut(self) -> str:
+        """Whether just the weights that are cut along one dimension are wrong; "" if not."""
+        wrong = self.failed("weight")
+        for run in (run for run in self.runs if isinstance(run, CodeRun)):
+            ways = {run.cut_dims.get(name, ()) for name in wrong}
+            others = {cut for name, cut in run.cut_dims.items() if name not in wrong}
+            placed = [run.placements.get(name, {}).items() for name in wrong]
+            shared = set.intersection(*({a for a, how in of if how == "sharded"} for of in placed))
+            if len(ways) > 1 or not others or not shared:
+                return ""
+            (cut,) = ways
+            if len(cut) != 1 or any(cut[0] in other for other in others):
+                return ""
+        return (
+            f"These are just the weights that are cut along dimension {cut[0]} over "
+            f"{listed(sorted(shared))}: the optimizer takes a mean, a norm or the like along that "
+            "dimension from each rank's part alone. Reduce it over the ranks"
+        )
 
     def _describe_options(self) -> str:
         """What the optimizer has otherwise for just the wrong weights; "" for nothing."""
@@ -342,13 +368,6 @@ def _of_reductions(e: PartEvidence) -> str:
     """
     wrong, runs = e.failed("gradient"), [run for run in e.runs if isinstance(run, CodeRun)]
     lacking = {name for found in missing_sums(e, wrong) for name in found.names}
-    if not e.failed("buffer") and not lacking:
-        hook = next((run.comm_hook for run in runs if run.comm_hook), "")
-        return (
-            f"DDP has a communication hook, {hook}. After the first step DDP puts gradients into "
-            "other buckets, in the order in which they came: does the hook keep something for a "
-            "bucket's index, which is then of other parameters?"
-        ) * bool(hook and wrong and e.step == 2 and not e.failed("loss"))
     plain = {name for run in runs for name in run.beside_shards}
     if lacking and plain and lacking <= plain:
         return (
@@ -556,10 +575,17 @@ def explain_untrained(e: PartEvidence) -> Iterator[str]:
         for n in wrong
         for run in e.runs
         for now in (e.step - 1, e.step)
+        if run.rank in ranks
     ]
     if all(a and b and a.digest == b.digest for a, b in zip(held[::2], held[1::2], strict=True)):
-        how = ". They are as they were before the step: it leaves them out. Does it find them by "
-        how += "name? Wrappers change names (_checkpoint_wrapped_module, module, _orig_mod)"
+        how = ". They are as they were before the step"
+        how += (
+            ": it leaves them out. Does it find them by name? Wrappers change names "
+            "(_checkpoint_wrapped_module, module, _orig_mod)"
+            if len(ranks) == len(e.runs)
+            else " there, and other ranks set them: it does not run there, or is given nothing, "
+            "such as a state dict that one rank alone has (strict=False accepts an empty one)"
+        )
     if left < EXPLAINED and 1 < factor <= e.num_microbatches:
         how = f". They change {factor:.6g} times as much as on one process, as averages do that "
         how += f"are updated after each of {e.num_microbatches} microbatches. Do it once a step"
@@ -672,6 +698,24 @@ def explain_hooks(e: PartEvidence) -> Iterator[str]:
             "register_post_accumulate_grad_hook, or change gradients after the backward pass",
             wrong,
         )
+
+
+def explain_buckets(e: PartEvidence) -> Iterator[str]:
+    """A communication hook that keeps something for buckets which DDP makes anew after step 1."""
+    wrong = e.failed("gradient")
+    hooks = {run.comm_hook for run in e.runs if isinstance(run, CodeRun)}
+    if not wrong or e.step != 2 or e.failed("loss") or list(missing_sums(e, wrong)):
+        return
+    for name, line in hooks:
+        if line:
+            who = e.named(wrong)
+            yield Explained(
+                f"{who} {be(who)} wrong from step 2 on, after DDP's communication hook {name}: "
+                f"{line} asks for a bucket's index. After the first step DDP puts gradients into "
+                "other buckets, in the order in which they came, so that what is kept for an index "
+                "is then of other parameters. Keep it for the bucket's parameters",
+                wrong,
+            )
 
 
 def explain_unreached(e: PartEvidence) -> Iterator[str]:
@@ -989,10 +1033,11 @@ def explain_logarithm(e: PartEvidence) -> Iterator[str]:
     for axis, degree in e.dims.degrees.items():
         if degree > 1 and is_near(abs(own - known), math.log(degree)):
             often = "once too often" if own > known else "too seldom"
-            yield (
+            yield joined(
                 f"the loss is {own:.6g} instead of {known:.6g}, which differ by log({degree}), and "
                 f"{degree} is the degree of {axis}: inside a logarithm (a logsumexp), a sum over "
-                f"{axis} is taken {often}"
+                f"{axis} is taken {often}",
+                *explain_forward(e),
             )
 
 
@@ -1039,6 +1084,12 @@ def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
                 line = f"{mask} gives a mask that counts padding: {number} tokens on rank "
                 line += f"{trace.rank}, which one process, without padding, does not have"
                 break
+        if e.alone and not line:
+            line = (
+                f"it is the mean of the losses of {e.alone} alone: this loss compares samples with "
+                "each other (negatives, statistics), and those of the other parts are missing. "
+                "Compute it once, for the whole batch"
+            )
         for sentence in explain_loss(e):
             yield joined(sentence, line)
 
@@ -1053,14 +1104,14 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_recomputation,),
     (explain_kept,),
     (explain_lost_contents,),
+    (explain_logarithm,),
     (explain_forward,),
     (explain_ties,),
     (explain_microbatches, explain_previous),
-    (explain_passes, explain_hooks),
+    (explain_passes, explain_hooks, explain_buckets),
     (explain_step_of_local_gradients,),
     (explain_parts,),
     (explain_uses,),
-    (explain_logarithm,),
     (explain_loss_of_code,),
     (explain_without_gradient,),
     (explain_lost,),

@@ -17,6 +17,7 @@ from titanlite.tools.verify.dataflow import (
     describe_event,
     explain_backward,
     first_wrong,
+    outputs_agree,
     unexplained_backward,
 )
 from titanlite.tools.verify.differences import (
@@ -490,7 +491,7 @@ class Judging:
             with contextlib.suppress(RankError):
                 asked = self.packed, self.folder, step, files, left
                 evidence.uses = self.pools.alone(on_rank.uses.find_uses, *asked)
-        is_before_step = any(map(evidence.failed, ("loss", "gradient"))) and traces
+        is_before_step = any(map(evidence.failed, ("loss", "gradient", "buffer"))) and traces
         if is_before_step or evidence.failed("weight"):
             self._watch(evidence, step)
         if evidence.failed("weight"):
@@ -531,9 +532,14 @@ class Judging:
         ]
         pool = self.pools.of(e.dims.world_size)
         for place in places[:MOST_COMPLETED]:
-            for axis in e.dims.axes_in_use:
+            # Stages of a pipeline do not meet in one line.
+            for axis in filter(self._runs_alike, e.dims.axes_in_use):
                 what = self.packed, self.folder, self.record, step, (place, axis, event)
-                runs = pool.call(on_rank.parallel.run_parallel, *what)
+                try:
+                    runs = pool.call(on_rank.parallel.run_parallel, *what)
+                except TitanliteError:
+                    # With another result, such as a count, the code may not go on.
+                    continue
                 found = [t.events[event] for run in runs if event in (t := run.traces[step]).events]
                 factor, left = pooled([one.agreement for one in found])
                 if not event:
@@ -558,6 +564,44 @@ class Judging:
                     + f". Reduce it over {axis} before it is used"
                 )
         return ""
+
+    def _alone(self, e: PartEvidence, step: int) -> str:
+        """For which parts of the batch, each alone, the mean of the reference's losses is the wrong
+        loss; "" for none.
+        """
+        own, known, count = e.runs[0].steps[step].loss, e.reference[step].loss, e.num_microbatches
+        cells = [cell for run in self.runs if (cell := run.cells[step - 1]) is not None]
+        if not (e.failed("loss") and e.failed("gradient") and outputs_agree(e)) or not cells:
+            return ""
+        parts = [*dict.fromkeys(rows for _, _, rows, _ in cells)]
+        if {*chain(*parts)} != {*range(cells[0][0])} or any(len(rows) % count for rows in parts):
+            return ""
+        cut = [
+            [rows[len(rows) // count * i : len(rows) // count * (i + 1)] for i in range(count)]
+            for rows in parts
+        ]
+        ways = {
+            "each rank's part": parts,
+            f"each of the {count} microbatches": [
+                tuple(chain(*own)) for own in zip(*cut, strict=True)
+            ],
+            "each microbatch of each rank": [one for own in cut for one in own],
+        }
+        asked = {words: way for words, way in ways.items() if len(way) > 1}
+        what = self.packed, self.folder, step, [*asked.values()]
+        losses = self.pools.alone(on_rank.reference.losses_of_rows, *what) if asked else []
+        for words, of_way in zip(asked, losses, strict=True):
+            if is_near(fmean(of_way), own) and not is_near(own, known):
+                return words
+        return ""
+
+    def _runs_alike(self, axis: str) -> bool:
+        """Whether the ranks along an axis have parameters of the same names."""
+        return all(
+            run.placements.keys() == self.runs[rank].placements.keys()
+            for run in self.runs
+            for rank in self.found.grid.group(run.rank, axis)
+        )
 
     def _returned(self, evidence: PartEvidence) -> str:
         """Through which line what is wrong in the first wrong gradient comes back; "" if unknown.
@@ -592,6 +636,7 @@ class Judging:
             runs = pool.call(on_rank.parallel.run_parallel, *what, self.record, step, loss=loss)
             evidence.watched = [run.traces[step] for run in runs]
             evidence.completed = self._complete(evidence, step)
+            evidence.alone = self._alone(evidence, step)
         except TitanliteError as error:
             failure(error)
             why = " ".join(str(error).split())

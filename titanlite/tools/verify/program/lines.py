@@ -22,7 +22,7 @@ from titanlite.tools.verify.agreement import agreement, digest_of, without_paddi
 from titanlite.tools.verify.dataflow import PLACE
 from titanlite.tools.verify.evidence import EXPLAINED, WRONG
 from titanlite.tools.verify.program.call_contents import ARRANGE
-from titanlite.tools.verify.program.code_trace import CodeTracer
+from titanlite.tools.verify.program.code_trace import CodeTracer, find_rows
 from titanlite.tools.verify.program.values import RANDOM, Place, Values
 from titanlite.tools.verify.record import WrongLine, operator_of
 from titanlite.tools.verify.tracing import gathered, sum_over_axes
@@ -35,6 +35,7 @@ MOST_LINES = 24
 
 # Operators of which each element of the result is of several.
 REDUCTIONS = ("mean", "std", "var", "sum", "amax", "amin", "logsumexp")
+CHOOSING = ("argmax", "argmin", "argsort", "max", "min", "sort", "topk")
 # Nor are more elements of a row named.
 MOST_ELEMENTS = 8
 
@@ -313,7 +314,11 @@ def shares_of(
         {
             place: tuple(own.shape)
             for place, (own, whole, _) in pairs.items()
-            if own.dtype != torch.bool and not own.is_complex() and own.shape == whole.shape
+            if own.dtype != torch.bool
+            and not own.is_complex()
+            and own.shape == whole.shape
+            # Which element is the largest is no sum of anything.
+            and (own.is_floating_point() or operator_of(place[0]) not in CHOOSING)
         }
     )
     num_rows = gathered(0 if tracer.where is None else len(tracer.where.rows))
@@ -656,9 +661,15 @@ class _LineSearch:
         found.is_random = operator.startswith(RANDOM)
         found.is_causal = bool(self.values.numbers[number].get("is_causal"))
         found.numbers = self._numbers(number, other)
+        own, whole = self.values.tensors[number], self.known.tensors[other]
+        if self._reshapes(number) and own is not None and whole is not None:
+            size, known = own.shape[-1], whole.shape[-1]
+            found.numbers += (("pieces of size", size, known),) * (size != known)
         ran = {key[1] for key in self.values.of}
-        both = zip(self.values.operands(number), self.known.operands(other), strict=False)
+        both = [*zip(self.values.operands(number), self.known.operands(other), strict=False)]
         found.order = next(filter(None, itertools.starmap(_order, both)), "")
+        if (index := _of_other_rows(both)) is not None and self.values.sources[number]:
+            found.unlike = self.values.places[self.values.sources[number][index]][0][1]
         _, between = self._sources(self.known, other)
         found.over = self._reduced_over(here, between) if found.only_here else ""
         found.never_here = _lines_of(self.known, between, ran)
@@ -750,6 +761,25 @@ def _order(own: Tensor | None, known: Tensor | None) -> str:
     return (
         f"in another order: its first row has the elements {', '.join(map(str, row))}{more} of that"
     )
+
+
+def _of_other_rows(operands: Sequence[tuple[Tensor | None, Tensor | None]]) -> int | None:
+    """Which operand has integers of other rows of one process than the numbers used with them."""
+    rows = None
+    of_both = [
+        (own.flatten(0, -2), known.flatten(0, -2), index)
+        for index, (own, known) in enumerate(operands)
+        if own is not None and known is not None and own.ndim > 1 and known.ndim > 1
+    ]
+    for own, known, index in sorted(of_both, key=lambda one: not one[0].is_floating_point()):
+        if own.size(1) != known.size(1) or not own.numel() or not known.numel():
+            continue
+        if own.is_floating_point():
+            rows = find_rows(own, known, WRONG * known.abs().max().item())
+            rows = rows if rows is not None and (rows >= 0).all() else None
+        elif rows is not None and len(own) == len(rows) and not torch.equal(own, known[rows]):
+            return index
+    return None
 
 
 def _sum_over(*axes: str) -> str:

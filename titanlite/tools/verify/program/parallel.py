@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import linecache
 import math
 import re
 import time
@@ -24,10 +26,12 @@ from titanlite import pickles
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import fsdp_groups, local_part
+from titanlite.ranks.hang_state import TORCH
 from titanlite.ranks.world import World
-from titanlite.tools.verify.agreement import digest_of, is_pending
+from titanlite.tools.verify.agreement import agreement, digest_of, is_pending
 from titanlite.tools.verify.differences import NARROW_TOLERANCE
 from titanlite.tools.verify.events import Events, OperatorWatch
+from titanlite.tools.verify.evidence import WRONG
 from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
@@ -49,7 +53,6 @@ from titanlite.tools.verify.program.step_trace import lines_of_step, watch_step
 from titanlite.tools.verify.program.values import Place, Values, load_values
 from titanlite.tools.verify.program.weights import changed, fingerprint, options_apart, save_update
 from titanlite.tools.verify.record import (
-    Agreement,
     CodeRun,
     ModelRun,
     RankStep,
@@ -146,6 +149,7 @@ class Measuring:
         self.counts, self.loss = False, math.nan
         self.completed: tuple[Place, str, str] | None = None
         self.through: Lines | None = None
+        self.old_buffers: Mapping[str, Tensor] = {}
         # Of outputs, and of gradients that are not looked at again.
         self.tolerance = TOLERANCES[getattr(torch, request.dtype)]
         if record.narrowed:
@@ -236,7 +240,7 @@ class Measuring:
             if not built.is_flat:
                 found.state = subject.compare_state(known["state"])
                 run.states_left = subject.state().keys() & known["state"].keys() - found.state
-            found.buffers = self._compare_buffers(subject, known["buffers"], run)
+            self._compare_buffers(subject, known["buffers"], run, found)
             run.steps.append(found)
             built.forget_gradients()
         return run
@@ -286,6 +290,11 @@ class Measuring:
             [RankStep(weights=weights, buffers=buffers)],
             places={name: one.place for name, one in local.items()},
             sizes={name: one.shape.numel() for name, one in local.items()},
+            cut_dims={
+                name: tuple(d for d in range(len(shape)) if shape[d] < one.shape[d])
+                for name, one in local.items()
+                if len(shape := local_part(one.parameter).shape) == len(one.shape) > 1
+            },
             shuffled=tuple(n for n in others if has_elements_of(local[n].parameter, start[n])),
             in_other_order=in_other_order,
         )
@@ -372,16 +381,26 @@ class Measuring:
             yield
 
     def _compare_buffers(
-        self, subject: Subject, known: Mapping[str, Tensor], run: CodeRun
-    ) -> dict[str, Agreement]:
-        """The buffers that are not left out; those that do not fit are noted in `run`."""
+        self, subject: Subject, known: Mapping[str, Tensor], run: CodeRun, found: RankStep
+    ) -> None:
+        """Note in `found` the buffers that are not left out, and how often wrong ones have what
+        they were before the step; in `run` those that do not fit.
+        """
         leaves_out = self.request.leaves_out
-        own = {n: b for n, b in subject.buffers().items() if not leaves_out(n)}
-        found = subject.compare_buffers(known, own)
+        buffers = {n: b for n, b in subject.buffers().items() if not leaves_out(n)}
+        found.buffers = subject.compare_buffers(known, buffers)
         run.not_compared = tuple(
-            name for name in {**known, **own} if name not in found and not leaves_out(name)
+            name
+            for name in {**known, **buffers}
+            if name not in found.buffers and not leaves_out(name)
         )
-        return found
+        old, self.old_buffers = self.old_buffers, known
+        for name, one in found.buffers.items():
+            own = local_part(buffers[name].detach()).cpu()
+            is_wrong = one.difference > WRONG and name in old
+            if is_wrong and own.is_floating_point() and own.shape == old[name].shape:
+                more = own - known[name]
+                found.buffers_beside_old[name] = agreement(more, old[name], old[name])
 
     def _open_mesh(self) -> Any:
         degrees = self.grid.degrees
@@ -489,8 +508,21 @@ def _note_wrappers(run: CodeRun, built: Built, local: LocalParts) -> None:
     run.hooked = tuple(n for n in hooked if id(local[n].parameter) in shards)
     others = [n for n, one in local.items() if id(one.parameter) not in shards]
     run.beside_shards = tuple(others) if shards else ()
-    hooks = (hook for one in every for hook, _ in getattr(one, "_comm_hooks", ()))
-    run.comm_hook = next((getattr(hook, "__name__", "a hook") for hook in hooks), "")
+    for hook, _ in (hook for one in every for hook in getattr(one, "_comm_hooks", ())):
+        run.comm_hook = getattr(hook, "__name__", "a hook"), _by_index(hook)
+
+
+def _by_index(hook: Any) -> str:
+    """The first line of a hook's file that asks a bucket for its index; "" for none."""
+    file = getattr(getattr(hook, "__code__", None), "co_filename", "")
+    with contextlib.suppress(SyntaxError):
+        source = "" if file.startswith(TORCH) else "".join(linecache.getlines(file))
+        for node in ast.walk(ast.parse(source)):
+            called = node.func if isinstance(node, ast.Call) and not node.args else None
+            if isinstance(called, ast.Attribute) and called.attr == "index":
+                line = linecache.getline(file, called.lineno).strip()
+                return f"{Path(file).name}:{called.lineno} ({line})"
+    return ""
 
 
 def _unsynchronized(built: Built, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:

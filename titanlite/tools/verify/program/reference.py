@@ -234,6 +234,33 @@ def find_shares(
     return PartFits(fits, weights, _counts_of(parts), rows, previous, of_weights, mixed)
 
 
+def losses_of_rows(
+    world: World, packed: bytes, folder: str, step: int, ways: Sequence[Sequence[Sequence[int]]]
+) -> list[list[float]]:
+    """For each way to cut the batch of a step, the reference's loss of the rows of each part."""
+    request: Request = pickles.loads(packed)
+    found = []
+    with in_dtype(request.dtype):
+        built, before = build(request, None, is_reference=True), load(folder, step - 1)["weights"]
+        with built.parameters() as parameters, torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(before[name])
+        leaves, spec = tree_flatten(cast(request.batches[step - 1], request.dtype))
+        for parts in ways:
+            total, losses = sum(map(len, parts)), []
+            for rows in parts:
+                of_rows = [
+                    one[list(rows)]
+                    if isinstance(one, Tensor) and one.shape[:1] == (total,)
+                    else one
+                    for one in leaves
+                ]
+                losses.append(built.run_step(tree_unflatten(of_rows, spec)) or 0.0)
+            found.append(losses)
+    clean_up()
+    return found
+
+
 def load_parts(files: Sequence[str], count: int = 1) -> tuple[list[dict[str, Any]], list[Any]]:
     """What the ranks have saved, and the distinct parts of the batch in it, each cut into `count`
     microbatches.

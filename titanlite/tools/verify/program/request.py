@@ -167,18 +167,21 @@ def _split_problems(request: Request) -> Iterator[str]:
 
 def pack(request: Request) -> bytes:
     """The request, pickled; raises ConfigError that names the argument that cannot be."""
+    # Imports torch, which the caller's functions, now known, have imported.
+    from titanlite.tools.verify.program.operators import OperatorPickler
+
     with _by_value(_modules_of(request)):
         try:
-            return pickles.dumps(request)
+            return pickles.dumps(request, OperatorPickler)
         except Exception:
             for each in fields(request):
-                _dump(each.name, getattr(request, each.name))
+                _dump(each.name, getattr(request, each.name), OperatorPickler)
             raise
 
 
-def _dump(name: str, value: Any) -> None:
+def _dump(name: str, value: Any, kind: type[pickles.Pickler]) -> None:
     try:
-        pickles.dumps(value)
+        pickles.dumps(value, kind)
     except Exception as error:
         why = " ".join(str(error).split())
         raise ConfigError(
