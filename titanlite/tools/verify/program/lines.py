@@ -35,7 +35,7 @@ MOST_LINES = 24
 
 # Operators of which each element of the result is of several.
 REDUCTIONS = ("mean", "std", "var", "sum", "amax", "amin", "logsumexp")
-CHOOSING = ("argmax", "argmin", "argsort", "max", "min", "sort", "topk")
+CHOOSING = ("argmax", "argmin", "argsort")
 # Nor are more elements of a row named.
 MOST_ELEMENTS = 8
 
