@@ -263,7 +263,8 @@ def _added_to_old(e: Evidence, wrong: Sequence[str]) -> str:
         if (one := run.steps[e.step].buffers_beside_old.get(name)) is not None
     ]
     factor, left = pooled(parts)
-    if left >= EXPLAINED or is_near(factor + 1, 1.0):
+    # Another decay leaves a fraction.
+    if left >= EXPLAINED or factor < 0.5 or not is_near(factor, round(factor)):
         return ""
     return (
         f"{'It contains its own value' if len(wrong) == 1 else 'They contain their own values'} of "

@@ -1084,7 +1084,7 @@ def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
                 line = f"{mask} gives a mask that counts padding: {number} tokens on rank "
                 line += f"{trace.rank}, which one process, without padding, does not have"
                 break
-        if e.alone and not line:
+        if e.alone:
             line = (
                 f"it is the mean of the losses of {e.alone} alone: this loss compares samples with "
                 "each other (negatives, statistics), and those of the other parts are missing. "

@@ -573,6 +573,8 @@ class Judging:
         cells = [cell for run in self.runs if (cell := run.cells[step - 1]) is not None]
         if not (e.failed("loss") and e.failed("gradient") and outputs_agree(e)) or not cells:
             return ""
+        if e.completed or e.wrong_line() is not None:
+            return ""
         parts = [*dict.fromkeys(rows for _, _, rows, _ in cells)]
         if {*chain(*parts)} != {*range(cells[0][0])} or any(len(rows) % count for rows in parts):
             return ""
@@ -636,11 +638,13 @@ class Judging:
             runs = pool.call(on_rank.parallel.run_parallel, *what, self.record, step, loss=loss)
             evidence.watched = [run.traces[step] for run in runs]
             evidence.completed = self._complete(evidence, step)
-            evidence.alone = self._alone(evidence, step)
         except TitanliteError as error:
             failure(error)
             why = " ".join(str(error).split())
             self.found.notes.append(f"the lines of the code could not be compared ({why[:200]})")
+        # The loss of a part may need the whole batch.
+        with contextlib.suppress(RankError):
+            evidence.alone = self._alone(evidence, step)
 
 
 def _cut_evenly(sizes: Mapping[str, int], num_ranks: int) -> set[str]:
